@@ -13,16 +13,14 @@ from zeroshard.cli.config import InputError, in_options, one_line, places, plann
 from zeroshard.cli.policies import NAMES, policies
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, show, traffic, ways
-from zeroshard.engine.refused import Settings, refuse
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
-from zeroshard.planner.asked import check_in_backward
-from zeroshard.planner.plan import plan, stages_of
+from zeroshard.planner.plan import plan, stages_of_runs
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
-from zeroshard.stage import STATES, seat
+from zeroshard.stage import STATES
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
@@ -104,22 +102,16 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     job, stage = settings["job"], settings["stage"]
     names = {"ranks", "accumulate", "no_sync", *NAMES} - {"experts", "whole", "instances"}
     offload = _places(settings)
-    planned_offload(offload)
     other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}
     if job is None or text is not None or other:
         what = ", ".join(f"--{name.replace('_', '-')}" for name in other) or "a job"
         raise InputError(f"--check runs a job; {'leave out ' + what if other else 'name one: train:job'}")
-    if settings["ranks"] < 1 or settings["accumulate"] < 1:
-        raise InputError("--ranks and --accumulate must be at least 1")
-    early = settings["optimizer_in_backward"]
-    check_in_backward(settings["accumulate"], no_sync=settings["no_sync"], asked=early)
-    if settings["replicas"] is not None:
-        seat(0, settings["ranks"], settings["replicas"])
     given = {name: settings[name] for name in names if settings.get(name) is not None}
-    once = offload.get("parameters") == "shared"
-    copies, over = settings["replicas"] or 1, settings["optimizer_over"]
-    refuse(asked := Settings(3 if stage is None else stage, copies, over=over, once=once))
-    stages = stages_of(asked) if stage is None else (stage,)
+    how = {name: settings[name] for name in ("accumulate", "no_sync")}
+    try:
+        stages = stages_of_runs(settings["ranks"], stage, **policies(given), offload=planned_offload(offload), **how)
+    except UserError as error:
+        raise InputError(in_options(error, settings)) from error
     return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
 
 

@@ -110,12 +110,10 @@ def plan(
     _check_units(units, known=params is None)
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
-    together = settings(
-        3 if stage is None else stage, precision, made, talk, offload,
-        replicas=talk.replicas or 1, in_backward=bool(optimizer_in_backward),
+    together = _compatible(
+        stage, accumulate, no_sync=bool(no_sync), precision=precision, layout=made, comm=talk, offload=offload,
+        optimizer_in_backward=bool(optimizer_in_backward),
     )  # fmt: skip
-    refuse(together)
-    check_in_backward(accumulate, no_sync=bool(no_sync), asked=bool(optimizer_in_backward))
     check_experts(made, ep, ranks, replicas=talk.replicas, gpus_per_node=gpus_per_node, params=params, machine=machine)
     cluster = _cluster(machine, gpus_per_node, talk, once=together.once)
     _check_links(gpus_per_node, talk)
@@ -129,7 +127,7 @@ def plan(
     )
     asked = Asked(
         ranks=ranks,
-        stages=stages_of(together) if stage is None else (stage,),
+        stages=_stages(stage, together),
         recipe=dataclasses.replace(chosen, in_backward=bool(optimizer_in_backward)),
         layout=made if cluster is None else made.on(accelerator=True),
         comm=talk,
@@ -155,9 +153,30 @@ def plan(
     return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked), asked, cluster)
 
 
-def stages_of(together: Settings) -> tuple[int, ...]:
-    """List the stages that go with the policies."""
-    return tuple(stage for stage in STAGES if stage or not (together.once or together.spread))
+def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **settings: Any) -> tuple[int, ...]:
+    """List the stages at which a job is to run; refuse what no run can have. settings: as `_compatible` takes them."""
+    _check_numbers(ranks, from_shapes.RANKS_LIMIT, accumulate, None, settings["comm"].replicas)
+    _check_stage(stage)
+    return _stages(stage, _compatible(stage, accumulate, **settings))
+
+
+def _compatible(
+    stage: int | None, accumulate: int, *, no_sync: bool, precision: Precision | None, layout: Layout, comm: Comm,
+    offload: Offload | None, optimizer_in_backward: bool,
+) -> Settings:  # fmt: skip
+    """Refuse what does not go with something else; return what was looked at. Arguments: as of `plan`."""
+    highest, copies = 3 if stage is None else stage, comm.replicas or 1
+    found = settings(highest, precision, layout, comm, offload, replicas=copies, in_backward=optimizer_in_backward)
+    refuse(found)
+    check_in_backward(accumulate, no_sync=no_sync, asked=found.in_backward)
+    return found
+
+
+def _stages(stage: int | None, together: Settings) -> tuple[int, ...]:
+    """List the stages that are asked for: one, or all that go with the policies."""
+    if stage is not None:
+        return (stage,)
+    return tuple(each for each in STAGES if each or not (together.once or together.spread))
 
 
 def _changed(policy: Any) -> dict[str, Any]:

@@ -40,6 +40,8 @@ CASES = {
         {"offload": Offload(gradients={"cpu": 0.5})},
     ),
     ("optimizer_in_backward=True", 'Offload(parameters="shared")'): ({"in_backward": True}, ONCE),
+    ("optimizer_in_backward=True", "accumulate={accumulate}"): ({"in_backward": True}, {"accumulate": 4}),
+    ("optimizer_in_backward=True", "no_sync=True"): ({"in_backward": True}, {"no_sync": True}),
 }
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 import zeroshard
 from zeroshard.cli import reference
 from zeroshard.cli.config import InputError
-from zeroshard.cli.policies import precision_of
+from zeroshard.cli.policies import policies, precision_of
 from zeroshard.cli.question import Configuration, Difference, Question
 from zeroshard.errors import Error, UserError
 from zeroshard.planner.job import Job, build
@@ -236,25 +236,22 @@ def _run(
     """Run the user's loop on this rank, sharded as the configuration says."""
     seeded = Seeded(question)
     model = seeded.model
-    precision = _precision(question)
+    bucket_mib = _bucket_mib(configuration.bucket, model, _precision(question))
+    of_this = {
+        "bucket_mib": bucket_mib,
+        "overlap": configuration.overlap,
+        "replicas": configuration.replicas,
+        "optimizer_over": configuration.over,
+        "optimizer_in_backward": question.optimizer_in_backward and configuration != question.baseline,
+    }
     try:
         optimizer = seeded.job.optimizer(model.parameters())
         zero = zeroshard.shard(
             model,
             optimizer,
             stage=configuration.stage,
-            precision=precision,
             offload=_offload(question, configuration.tier),
-            layout=zeroshard.Layout(bucket_mib=_bucket_mib(configuration.bucket, model, precision)),
-            comm=zeroshard.Comm(
-                timeout=question.timeout,
-                overlap=configuration.overlap,
-                replicas=configuration.replicas,
-                optimizer=configuration.over,  # type: ignore[arg-type]
-                transport=question.transport,
-                reduce=question.reduce,
-            ),
-            optimizer_in_backward=question.optimizer_in_backward and configuration != question.baseline,
+            **policies({**vars(question), **of_this}),
         )
     except UserError as error:
         raise InputError(f"{configuration}: {error}") from error  # the ranks have agreed on it: one of them says so

@@ -34,6 +34,8 @@ class Settings(NamedTuple):
     split_master: bool = False
     once: bool = False  # Offload(parameters="shared")
     gradients: Any = "device"  # Offload.gradients
+    accumulate: int = 1  # backwards per step, as plans ask
+    no_sync: bool = False
 
     @property
     def spread(self) -> bool:
@@ -85,6 +87,7 @@ class Refusal(NamedTuple):
     expected: str | None = None
 
 
+IN_BACKWARD = "with the optimizer in backward gradients are used as they come, and nothing is added up"
 REFUSALS = (
     Refusal(
         ("stage=0", 'Comm(optimizer="all")'),
@@ -164,6 +167,18 @@ REFUSALS = (
         ("optimizer_in_backward=True", 'Offload(parameters="shared")'),
         lambda s: s.in_backward and s.once,
         "with the optimizer in backward parameters are read by others while a rank updates them",
+        "one of the two",
+    ),
+    Refusal(
+        ("optimizer_in_backward=True", "accumulate={accumulate}"),
+        lambda s: s.in_backward and s.accumulate > 1,
+        IN_BACKWARD,
+        "accumulate=1",
+    ),
+    Refusal(
+        ("optimizer_in_backward=True", "no_sync=True"),
+        lambda s: s.in_backward and s.no_sync,
+        IN_BACKWARD,
         "one of the two",
     ),
 )

@@ -7,7 +7,6 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..errors import UserError
 from ..events import DEVICE
 from ..headroom import IN_FLIGHT
 from ..layout import UNIT_MIB, Layout, Partition
@@ -105,13 +104,3 @@ class Asked(NamedTuple):
             tier: {kind: Fraction(part.get(tier, 0)).limit_denominator(10**6) for kind, part in parts.items()}
             for tier in TIERS
         }
-
-
-def check_in_backward(accumulate: int, *, no_sync: bool, asked: bool) -> None:
-    """Refuse to add gradients up where the optimizer in backward is asked for."""
-    if asked and (accumulate > 1 or no_sync):
-        raise UserError(
-            "with the optimizer in backward gradients are used as they come, and nothing is added up",
-            got=f"accumulate={accumulate}" + ", no_sync=True" * no_sync,
-            instead="accumulate=1, or without optimizer_in_backward",
-        )

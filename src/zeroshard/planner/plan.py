@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Never
 
@@ -23,7 +24,7 @@ from ..ranks.comm import Comm
 from ..stage import STAGES, STATES, seat
 from . import from_number, from_shapes, machines, quantities, recipes, ways
 from .answer import Plan
-from .asked import Asked, check_in_backward
+from .asked import Asked
 from .disk import load
 from .experts import check_experts
 from .machines import Machine
@@ -155,7 +156,7 @@ def plan(
 
 def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **settings: Any) -> tuple[int, ...]:
     """List the stages at which a job is to run; refuse what no run can have. settings: as `_compatible` takes them."""
-    _check_numbers(ranks, from_shapes.RANKS_LIMIT, accumulate, None, settings["comm"].replicas)
+    _check_numbers(ranks, sys.maxsize, accumulate, None, settings["comm"].replicas)  # the machine has its own limit
     _check_stage(stage)
     return _stages(stage, _compatible(stage, accumulate, **settings))
 
@@ -166,9 +167,11 @@ def _compatible(
 ) -> Settings:  # fmt: skip
     """Refuse what does not go with something else; return what was looked at. Arguments: as of `plan`."""
     highest, copies = 3 if stage is None else stage, comm.replicas or 1
-    found = settings(highest, precision, layout, comm, offload, replicas=copies, in_backward=optimizer_in_backward)
+    found = settings(
+        highest, precision, layout, comm, offload, replicas=copies, in_backward=optimizer_in_backward,
+        accumulate=accumulate, no_sync=no_sync,
+    )  # fmt: skip
     refuse(found)
-    check_in_backward(accumulate, no_sync=no_sync, asked=found.in_backward)
     return found
 
 

@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from ..api import Zero, shard
+from ..engine.refused import Settings, refuse
 from ..errors import Error, UserError
 from ..events import DEVICE, Event, Ledger
 from ..layout import Layout
 from ..numerics import LOW, Precision, divides_exactly
 from ..ranks.comm import Comm, Simulated
 from ..tiers.tier import Offload
-from .asked import check_in_backward
 from .from_number import RANKS_LIMIT
 from .job import Job, build, find, line_of
 from .optimizers import asked_with, probe
@@ -97,7 +97,7 @@ def simulate(
     Raises `UserError` for what cannot be built, or needs values (`.item()`) to run.
     """
     axes = _axes(ranks, rank, accumulate, mesh)
-    check_in_backward(accumulate, no_sync=no_sync, asked=optimizer_in_backward)
+    refuse(Settings(in_backward=optimizer_in_backward, accumulate=accumulate, no_sync=no_sync))
     if isinstance(job, str):
         find(job)  # imported outside the mode: what the module makes has values
     with without_values() as mode:

@@ -61,7 +61,7 @@ def moved(counts):
 def summed(dtype, tier, path, on_the_host):
     """Sums after one backward and after three; elements of the own shards; what the third moved, and what waited."""
     if on_the_host:  # as sums were made before: of contributions that went there one by one
-        Reduction._sums_apart = staticmethod(lambda accumulator: False)
+        Reduction._sums_staged = staticmethod(lambda accumulator: False)
     model, _, zero = sharded(2, dtype, Offload(gradients=tier, path=path))
     backward(model, 0)
     first = sums(zero)

@@ -93,7 +93,7 @@ def test_the_closed_form_of_all_replicas_is_the_layout_where_sizes_divide(stage)
     cut = partition([Spec("w", (96 * 64,), "bfloat16", 2, 0, True)], Layout(units=(), align=1), 8)
     place = placements(stage, spread=True)
     for rank in range(32):
-        held = states.of_recipe(cut, place, rank, PAPER, replicas=4).states(apart=True)
+        held = states.of_recipe(cut, place, rank, PAPER, replicas=4).states(padding_row=True)
         assert held == closed.at_rest(96 * 64, 8, place, PAPER, 4)
         moved = states.recipe_traffic(cut, place, rank, PAPER, replicas=4)
         assert moved.total == traffic.per_step(96 * 64, 32, place, PAPER, replicas=4).total

@@ -796,7 +796,7 @@ def test_over_the_ranks_shards_are_the_model_and_named_padding(cut, stage, prese
     recipe, place = recipes.PRESETS[preset], STAGES[stage]
     numel = sum(slot.numel for bucket in cut.buckets for slot in bucket.slots)
     padding = sum(bucket.padding for bucket in cut.buckets)
-    held = [states.of_recipe(cut, place, rank, recipe).states(apart=True) for rank in range(cut.ranks)]
+    held = [states.of_recipe(cut, place, rank, recipe).states(padding_row=True) for rank in range(cut.ranks)]
     lumped = [states.of_recipe(cut, place, rank, recipe).states() for rank in range(cut.ranks)]
     stored = Fraction(0)  # of padding, over all ranks
     for state, nbytes, sharded in recipe.states(place):
@@ -816,7 +816,7 @@ def test_the_closed_form_is_the_layout_where_sizes_divide(cut, stage):
     numel = sum(bucket.numel for bucket in cut.buckets)
     even = all(bucket.shard_numel(0) * cut.ranks == bucket.numel for bucket in cut.buckets)
     for rank in range(cut.ranks):
-        assert states.of_recipe(cut, STAGES[stage], rank, PAPER).states(apart=True) == closed.at_rest(
+        assert states.of_recipe(cut, STAGES[stage], rank, PAPER).states(padding_row=True) == closed.at_rest(
             numel, cut.ranks, STAGES[stage], PAPER
         )
         moved = states.recipe_traffic(cut, STAGES[stage], rank, PAPER)
@@ -910,7 +910,9 @@ def test_planned_traffic_is_what_the_engine_moves(ranks, stage, accumulate, no_s
 @settings(deadline=None)
 def test_the_rank_shown_holds_most(cut, stage):
     recipe, place = recipes.PRESETS["zeroshard"], STAGES[stage]
-    held = [sum(states.of_recipe(cut, place, rank, recipe).states(apart=True).values()) for rank in range(cut.ranks)]
+    held = [
+        sum(states.of_recipe(cut, place, rank, recipe).states(padding_row=True).values()) for rank in range(cut.ranks)
+    ]
     owned = states.owned(cut)
     assert held[states.fullest_rank(owned, place, recipe)] == max(held)
     for rank, mine in enumerate(owned):
@@ -982,7 +984,7 @@ def test_no_sync_adds_up_in_full_size_gradients_and_else_holds_them_all(stage, b
 
 def test_the_peak_is_the_worst_instant():
     cut = wide()
-    rest = states.of_recipe(cut, STAGES[3], 0, recipes.PRESETS["zeroshard"]).states(apart=True)
+    rest = states.of_recipe(cut, STAGES[3], 0, recipes.PRESETS["zeroshard"]).states(padding_row=True)
     found = instants(cut, STAGES[3], item_sizes(recipes.PRESETS["zeroshard"]), 0)
     nbytes, name = peak(rest, found)
     assert nbytes == sum(rest.values()) + max(instant.total for instant in found)

@@ -170,11 +170,11 @@ def _first_difference(
     theirs = mine.clone()
     group.broadcast(theirs, first)
     bytes_mine, bytes_theirs = (tensor.view(torch.uint8).view(numel, -1) for tensor in (mine, theirs))
-    apart = (
+    differing = (
         (bytes_mine != bytes_theirs).any(dim=1).nonzero()
         if group.rank in kinds
         else torch.empty(0, device=group.device)
     )
-    places = group.describe(int(apart[0]) if apart.numel() else None)
+    places = group.describe(int(differing[0]) if differing.numel() else None)
     at = next(place for place in places if place is not None)
     return dict(enumerate(group.describe(f"element {at} is {mine[at].item()!r}")))

@@ -18,7 +18,7 @@ from ..errors import StateError
 from ..headroom import POOLED
 from ..layout import Bucket
 from ..ranks.transport import Relay, Work
-from ..tiers.tier import Messages
+from ..tiers.tier import MessageMemory
 from .accumulator import Accumulator, Entry
 from .buffer import Buffer, Place
 from .unit import Unit
@@ -169,7 +169,7 @@ class Sent:
 class Scratch:
     """Memory of messages on the device, kept for the next one of its size and counted under one name."""
 
-    def __init__(self, tier: Messages, state: str) -> None:
+    def __init__(self, tier: MessageMemory, state: str) -> None:
         self._tier = tier
         self._state = state
         self._kept: list[Tensor] = []  # the longest kept first

@@ -80,7 +80,7 @@ def check_fp8(partition: Partition, offload: Offload) -> None:
         )  # fmt: skip
 
 
-class Part(NamedTuple):
+class Tiled(NamedTuple):
     """The elements of one slot among some of a bucket: where they are, and the scales of their tiles."""
 
     where: slice
@@ -111,14 +111,14 @@ class QuantisedBuffer(Buffer):
 
     # --- from masters to bytes --------------------------------------------------------------------------------------
 
-    def _parts(self, first: int, last: int, scales: Tensor | None = None) -> Iterator[Part]:
+    def _parts(self, first: int, last: int, scales: Tensor | None = None) -> Iterator[Tiled]:
         """Yield the part of each slot that is among elements [first, last). scales: those of this bucket, as they
         rest."""
         stood = fp8.as_fp32(self.scales if scales is None else scales)
         for slot, tiles, held in zip(self.bucket.slots, self.grids, self._held, strict=True):
             inside = slot.within(first, last)
             if inside.numel:
-                yield Part(slot.slice_of(first, last), tiles, inside.start, stood[held], held)
+                yield Tiled(slot.slice_of(first, last), tiles, inside.start, stood[held], held)
 
     def _scales(self, masters: Tensor, first: int, last: int) -> Tensor:
         found = torch.ones(len(self.scales), dtype=fp8.BYTE, device=masters.device)
@@ -240,7 +240,7 @@ class QuantisedBuffer(Buffer):
                 for where, numbers in self._numbers(resting, part)
             )
 
-    def _numbers(self, resting: Tensor, part: Part) -> Iterator[tuple[slice, Tensor]]:
+    def _numbers(self, resting: Tensor, part: Tiled) -> Iterator[tuple[slice, Tensor]]:
         return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.dtype, part.first)
 
     def _keep_edits(self, *, asked: bool = True) -> bool:

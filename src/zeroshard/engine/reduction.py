@@ -186,11 +186,11 @@ class Reduction:
         # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
         # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
         placed, sources = buffer.placements.gradients, pending.sources
-        apart = placed or not accumulator.sum.on_device or sources > 1 or self.group.team.shares
+        elsewhere = placed or not accumulator.sum.on_device or sources > 1 or self.group.team.shares
         numel = buffer.bucket.numel * sources
         asked = self.finite.on and self.group.ranks > 1 and self.settings.reduce == "ordered"
         if self._local and accumulator.local is None:
-            if apart:
+            if elsewhere:
                 accumulator.local = self.sends.take(numel, buffer.grad_dtype)
             else:
                 if accumulator.filled or asked:
@@ -203,8 +203,8 @@ class Reduction:
             # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
             pending.send = accumulator.local
         elif pending.send is None:
-            apart = apart or accumulator.filled or asked
-            if not apart and buffer.grad_dtype == buffer.reduce_dtype:
+            elsewhere = elsewhere or accumulator.filled or asked
+            if not elsewhere and buffer.grad_dtype == buffer.reduce_dtype:
                 pending.send = accumulator.sum.tensor
             else:
                 pending.send = self.sends.take(numel, buffer.reduce_dtype)
@@ -285,8 +285,8 @@ class Reduction:
         sent.relay.receive()
         sent.relay.came.wait()
         accumulator, relay, receive = sent.accumulator, sent.relay, sent.receive
-        own, apart = accumulator.bucket.shard_numel(accumulator.buffer.team.position), self._sums_apart(accumulator)
-        if own and relay.running is None and apart:
+        own, staged = accumulator.bucket.shard_numel(accumulator.buffer.team.position), self._sums_staged(accumulator)
+        if own and relay.running is None and staged:
             relay.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.sources)
@@ -296,7 +296,7 @@ class Reduction:
             try:
                 begun = accumulator.sum.here(changed=relay.last, fresh=not accumulator.filled)
                 # Is added to what rests, or into it?
-                adds = relay.first and (accumulator.filled or relay.average is None) and not apart
+                adds = relay.first and (accumulator.filled or relay.average is None) and not staged
                 with begun if adds else contextlib.nullcontext():
                     if not simulated(receive):
                         self._fold(sent, early=early)
@@ -328,7 +328,7 @@ class Reduction:
             accumulator.sum.own.copy_(total)
 
     @staticmethod
-    def _sums_apart(accumulator: Accumulator) -> bool:
+    def _sums_staged(accumulator: Accumulator) -> bool:
         """Tell if sums are made on an accelerator, in rank order as anywhere, and then brought to where they rest."""
         return accumulator.sum.rest.tier != DEVICE and asynchronous(accumulator.buffer.team.device)
 
@@ -336,7 +336,7 @@ class Reduction:
         """Return the sum that there is already, where `total` will be made."""
         if not accumulator.filled:
             return None
-        if self._sums_apart(accumulator):
+        if self._sums_staged(accumulator):
             accumulator.sum.give(total)
             return total
         return accumulator.own.to(total.device)
@@ -355,7 +355,7 @@ class Reduction:
             if average is not None and not accumulator.sum.on_device:
                 self._leaving.append((accumulator.sum.take(average, fresh=True), average))
                 average = None
-                self._leave(LEAVING * self._sums_apart(accumulator))
+                self._leave(LEAVING * self._sums_staged(accumulator))
             accumulator.sum.behind()
         self.scratch.give_back(average)  # one that could not be put where it rests
         came, got = sent.pending.received, self._got

@@ -64,7 +64,7 @@ def read(place: Path, hints: Hints) -> Found:
         raise UserError("pipeline stages are not put together here", where=str(place), instead="DeepSpeed's own tools")
     models = [read_torch(path, path) for path in _numbered(place, MODEL)]
     try:
-        return _Reader(place, models, hints).read()
+        return _Checkpoint(place, models, hints).read()
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         if isinstance(error, (CheckpointError, UserError)):
             raise
@@ -73,7 +73,7 @@ def read(place: Path, hints: Hints) -> Found:
         ) from error
 
 
-class _Reader:
+class _Checkpoint:
     def __init__(self, place: Path, models: list[Any], hints: Hints) -> None:
         self.place, self.models, self.hints, self.model = place, models, hints, models[0]
         self.shapes: list[dict[str, Any]] = list(self.model["param_shapes"] or [])

@@ -52,7 +52,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)
         holding = states.of_recipe(cut, placements, rank, other, resting, replicas=copies, along=along)
-        tiers = holding.tiers(apart=True)
+        tiers = holding.tiers(padding_row=True)
         at_rest = states.together(tiers)
         how: dict[str, Any] = {"accumulate": asked.accumulate, "no_sync": asked.no_sync, "replicas": copies}
         how |= {"along": along}

@@ -136,11 +136,11 @@ class Holding(NamedTuple):
         rows, tier = self.resting(bucket).rows, self.tier(bucket)["optimizer"]
         return reserved(bucket, self.placements, self.seats.of(bucket), rows, self.kept, tier)
 
-    def tiers(self, *, apart: bool = False) -> Tiers:
+    def tiers(self, *, padding_row: bool = False) -> Tiers:
         """Count {tier: {state: bytes}} at rest.
 
         What rests in files is counted without the rounding to pages; their buffers are "staging", in host memory.
-        apart: padding is counted not in its states but in a row of its own, "padding".
+        padding_row: padding is counted not in its states but in a row of its own, "padding".
         """
         held: Tiers = {tier: {} for tier in TIERS}
 
@@ -150,17 +150,17 @@ class Holding(NamedTuple):
 
         for bucket in self.partition.buckets:
             for each in self.reserved(bucket):
-                add(each.tier, each.state, (each.numel - each.padding * apart) * each.itemsize)
-                add(each.tier, PADDING, each.padding * apart * each.itemsize)
+                add(each.tier, each.state, (each.numel - each.padding * padding_row) * each.itemsize)
+                add(each.tier, PADDING, each.padding * padding_row * each.itemsize)
         add(HOST, STAGING, sum(file.buffers for file in self.files().values()))
         for states in held.values():
             if PADDING in states:
                 states[PADDING] = states.pop(PADDING)  # last, where it is shown
         return {tier: states for tier, states in held.items() if states}
 
-    def states(self, *, apart: bool = False) -> dict[str, int]:
+    def states(self, *, padding_row: bool = False) -> dict[str, int]:
         """Count {state: bytes} at rest, in all tiers together."""
-        return together(self.tiers(apart=apart))
+        return together(self.tiers(padding_row=padding_row))
 
     def files(self) -> dict[str, File]:
         """Return {state: its file}; a file's buffers hold the largest bucket that has the state from the start."""

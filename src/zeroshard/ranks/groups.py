@@ -218,11 +218,11 @@ def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> An
     """
     before, said, everyones = _loops(), os.environ.get(_LAZY), dist.group.WORLD
     device = None if everyones is None else everyones.bound_device_id
-    apart = alone or options["backend"] == "gloo"
+    unbound = alone or options["backend"] == "gloo"
     try:
         if lazy:
             os.environ[_LAZY] = "1"
-        if apart and everyones is not None:
+        if unbound and everyones is not None:
             everyones.bound_device_id = None
         group = dist.new_group(**options)
     finally:
@@ -230,7 +230,7 @@ def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> An
             del os.environ[_LAZY]
         elif lazy and said is not None:
             os.environ[_LAZY] = said
-        if apart and everyones is not None:
+        if unbound and everyones is not None:
             everyones.bound_device_id = device
     for thread in _loops() - before:
         with contextlib.suppress(OSError):  # not allowed here: slower, and no worse

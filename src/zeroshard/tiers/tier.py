@@ -318,7 +318,7 @@ class Tier(Protocol):
         ...
 
 
-class Messages(Protocol):
+class MessageMemory(Protocol):
     """The memory that messages lie in: the device's, or memory that the ranks of a host share."""
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor: ...

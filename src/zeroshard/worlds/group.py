@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .messages import Flight, Part, Work, put, reduced
+from .messages import Flight, Payload, Work, put, reduced
 
 if TYPE_CHECKING:
     from .world import World
 
-Parts = dict[int, list[Part]]  # by rank
+Parts = dict[int, list[Payload]]  # by rank
 
 
 class Group(dist.ProcessGroup):
@@ -188,12 +188,12 @@ def _nothing(parts: Parts) -> None:
     pass
 
 
-def _each(tensors: Sequence[Tensor], parts: Sequence[Part]) -> None:
+def _each(tensors: Sequence[Tensor], parts: Sequence[Payload]) -> None:
     for into, part in zip(tensors, parts, strict=True):
         put(into, part)
 
 
-def _in_turn(into: Tensor, parts: Sequence[Part]) -> None:
+def _in_turn(into: Tensor, parts: Sequence[Payload]) -> None:
     """One behind the other."""
     at = 0
     for part in parts:

@@ -27,7 +27,7 @@ ENDED = "the world ended before it came"
 POISON = 0xFF  # bytes of which every floating-point number is NaN
 
 
-class Part:
+class Payload:
     """Memory that a rank has put in."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -54,7 +54,7 @@ class Part:
         return torch.frombuffer(bytearray(self.bytes()), dtype=self.dtype)
 
 
-def put(into: Tensor, part: Part, at: int = 0) -> None:
+def put(into: Tensor, part: Payload, at: int = 0) -> None:
     """Write it into a tensor, from that byte on."""
     if not into.is_contiguous():
         aside(lambda: into.detach().copy_(part.tensor().view(into.shape)))
@@ -76,17 +76,17 @@ _ADD: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def reduced(parts: Sequence[Part], op: Any) -> Part:
+def reduced(parts: Sequence[Payload], op: Any) -> Payload:
     """All of them in one, in the order of the ranks."""
     name = str(getattr(op, "op", op)).rpartition(".")[2]
 
-    def reduce() -> Part:
+    def reduce() -> Payload:
         total = parts[0].tensor()
         for part in parts[1:]:
             total = _ADD[name](total, part.tensor())
-        return Part(total / len(parts) if name == "AVG" else total)
+        return Payload(total / len(parts) if name == "AVG" else total)
 
-    total: Part = aside(reduce)
+    total: Payload = aside(reduce)
     return total
 
 
@@ -121,14 +121,14 @@ class Work(dist.Work):
         needs: Iterable[int],
         gives: Sequence[Tensor],
         takes: Sequence[Tensor],
-        write: Callable[[dict[int, list[Part]]], object],
+        write: Callable[[dict[int, list[Payload]]], object],
     ) -> None:
         """needs: the ranks without whose parts it cannot land. write: writes all ranks' parts into `takes`."""
         super().__init__()
         self.group, self.name, self.flight, self.rank = group, name, flight, group.rank()
         self.needs, self._write = set(needs) - {self.rank}, write
         self.missing = set(self.needs)  # of these, who has not come
-        self.gives = [Part(each) for each in gives]
+        self.gives = [Payload(each) for each in gives]
         self._lies = [(each, each.data_ptr()) for each in (*gives, *takes) if each.numel()]
         self.schedule = group.world.schedule
         self.landed, self.failed, self.wanted = False, "", False

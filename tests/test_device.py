@@ -303,12 +303,18 @@ def hears_of_a_loss():
         stream.queued, stream.group = True, SimpleNamespace(abort=partial(abort, name))
     prepare(2)
     own.queues = [own.streams.index(stream) for stream in (own.gathers, own.reductions)]
-    zero._engine.group._link.groups.watch.hear({"token": own.watch.address[2], "alarm": {1: "is lost"}})
+    heard = {"token": own.watch.address[2], "alarm": {1: "is lost"}}
+    hears = [threading.Thread(target=own.watch.hear, args=(heard,)) for _ in range(2)]
+    for each in hears:
+        each.start()
+    for each in hears:
+        each.join()
     return sorted(ended)
 
 
 def test_a_rank_that_hears_of_a_loss_ends_what_its_device_waits_for():
-    """All groups of data at once, though the program's thread may be inside a wait for the device."""
+    """All groups of data at once, though the program's thread may be inside a wait for the device; and once, though two
+    threads hear of it."""
     assert ranks.run(2, hears_of_a_loss) == [["gathers", "reductions"], False]
 
 

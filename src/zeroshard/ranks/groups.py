@@ -384,7 +384,7 @@ class Groups:
         self.spreads = False  # must owners' updates still be sent anew, after one?
         self._ending: Ending | None = None  # of the last one that this rank was called to
         self._summoned: dict[int, float] = {}  # when it first was, by levelling
-        self._lock = threading.Lock()
+        self._lock, self._aborting = threading.Lock(), threading.RLock()
         self.limit = (limit or LONGEST).total_seconds()
         self.speaker: Callable[[], Speaker | None] | None = None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
@@ -542,9 +542,12 @@ class Groups:
 
     def abort(self) -> None:
         """End the collectives in devices' queues, because a rank is gone that they wait for."""
-        if self.queues and not self.aborted:
-            self._abort()
-            self.aborted = True
+        if not self.queues:
+            return
+        with self._aborting:  # the watch's thread hears of it while the program's does
+            if not self.aborted:
+                self._abort()
+                self.aborted = True
 
     def _abort(self) -> None:
         """End what is under way in all of them at once.

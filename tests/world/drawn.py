@@ -38,7 +38,7 @@ FAULTS = {
     "power": [Odds(power=0.05), Odds(power=0.02), Odds(power=0.005)],
 }
 SAME = "the same bits"
-# An interrupt between two lines of these leaves a count beside what it counts.
+# An interrupt between two lines of these leaves a count beside what it counts: files, and functions by their whole name.
 COUNTING = (
     "events.py", "in reserve", "in rest", "in take", "in give_back", "in take_memory", "in give_back_memory",
     "in _memory", "in _make", "in count",
@@ -149,6 +149,10 @@ def _goes_on(case: Case, folder: str, saved: dict[int, int], before: list[Any], 
     return (outcome, "") if then.startswith(SAME) else (f"after it: {then}", words)
 
 
+def _is_counting(words: str) -> bool:
+    return any(words.endswith(each) if each.startswith("in ") else each in words for each in COUNTING)
+
+
 def _judged(outcomes: list[Any], alone: list[dict[str, Any]], struck: Sequence[str] = ()) -> tuple[str, str]:
     left = [each for each in outcomes if isinstance(each, Raised) and each.type != "Died"]
     if left:
@@ -165,7 +169,7 @@ def _judged(outcomes: list[Any], alone: list[dict[str, Any]], struck: Sequence[s
             # Not what was gathered: a message of another rank's that has not landed yet keeps the memory that it is sent
             # from, here as with gloo. And a run that went on has not asked for all that makes this one hold something.
             states = {*held, *before["held"]} - {"gather", "prefetch"}
-            counts = not case["begun"] and not any(each in words for each in COUNTING for words in struck)
+            counts = not case["begun"] and not any(_is_counting(words) for words in struck)
             case["leaks"] = [(what, held.get(what), before["held"].get(what)) for what in sorted(states)
                              if counts and held.get(what) != before["held"].get(what)]  # fmt: skip
     return interrupts.judged(cases) if cases else ("named by nobody: no rank is left", "")

@@ -236,9 +236,8 @@ def _run(
     """Run the user's loop on this rank, sharded as the configuration says."""
     seeded = Seeded(question)
     model = seeded.model
-    bucket_mib = _bucket_mib(configuration.bucket, model, _precision(question))
     of_this = {
-        "bucket_mib": bucket_mib,
+        "bucket_mib": _bucket_mib(configuration.bucket, model, _precision(question)),
         "overlap": configuration.overlap,
         "replicas": configuration.replicas,
         "optimizer_over": configuration.over,

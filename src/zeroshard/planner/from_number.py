@@ -84,14 +84,15 @@ def _bucket_nbytes(numel: int, asked: Asked) -> float:
 
 def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, asked: Asked) -> states.Tiers:
     """Return {tier: {state: bytes}} by the closed form; a file's buffers hold one message each."""
+    fractions = asked.fractions
     tiers = {
-        tier: closed.at_rest(numel, ranks, placements, recipes.part(recipe, asked.fractions, tier), asked.copies)
-        for tier in asked.fractions
+        tier: closed.at_rest(numel, ranks, placements, recipes.part(recipe, fractions, tier), asked.copies)
+        for tier in fractions
     }
     message = int(_bucket_nbytes(numel, asked) / recipe.parameters)
     buffers = 0
     reserved = closed.reserves(min(message, numel), ranks, asked.copies)
-    uncast = replace(recipes.with_masters(recipe, asked.fractions), cast=Fraction())
+    uncast = replace(recipes.with_masters(recipe, fractions), cast=Fraction())
     for state, itemsize, degree in uncast.states(placements):
         slot = aligned(math.ceil(reserved[degree][0] * itemsize))
         buffers += min(BUFFERS * slot, aligned(tiers[NVME].get(state, 0)))

@@ -154,11 +154,11 @@ def plan(
     return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked), asked, cluster)
 
 
-def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **settings: Any) -> tuple[int, ...]:
-    """List the stages at which a job is to run; refuse what no run can have. settings: as `_compatible` takes them."""
-    _check_numbers(ranks, sys.maxsize, accumulate, None, settings["comm"].replicas)  # the machine has its own limit
+def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **rest: Any) -> tuple[int, ...]:
+    """List the stages at which a job is to run; refuse what no run can have. rest: as `_compatible` takes it."""
+    _check_numbers(ranks, sys.maxsize, accumulate, None, rest["comm"].replicas)  # the machine has its own limit
     _check_stage(stage)
-    return _stages(stage, _compatible(stage, accumulate, **settings))
+    return _stages(stage, _compatible(stage, accumulate, **rest))
 
 
 def _compatible(

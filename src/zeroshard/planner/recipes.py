@@ -221,6 +221,11 @@ def formats(recipe: Recipe) -> Formats[Width]:
     return Formats(parameters, parameters, Width("gradients", recipe.gradients), master, bool(recipe.cast))
 
 
+def _where(recipe: Recipe, how: Master) -> list[tuple[str, str]]:
+    """List (tier of parameters, tier of the optimizer) where masters rest so on a GPU, if parameters are sharded."""
+    return [tiers for tiers, master in masters(formats(recipe), STAGES[3]).items() if master is how]
+
+
 def cast_here(recipe: Recipe, fractions: Fractions) -> Recipe:
     """Lower `cast` to the parameters of which only masters rest: elsewhere a copy is kept beside these.
 
@@ -228,8 +233,7 @@ def cast_here(recipe: Recipe, fractions: Fractions) -> Recipe:
     """
     alone = (
         max(fractions[here]["parameters"] + fractions[there]["optimizer"] - 1, Fraction())
-        for (here, there), master in masters(formats(recipe), STAGES[3]).items()
-        if master is Master.ALONE
+        for here, there in _where(recipe, Master.ALONE)
     )
     return replace(recipe, cast=recipe.cast * sum(alone))
 
@@ -239,9 +243,7 @@ def with_masters(recipe: Recipe, fractions: Fractions) -> Recipe:
     if "master" in recipe.optimizer:
         return recipe
     beside = sum(
-        fractions[here]["parameters"] * fractions[there]["optimizer"]
-        for (here, there), master in masters(formats(recipe), STAGES[3]).items()
-        if master is Master.BESIDE
+        fractions[here]["parameters"] * fractions[there]["optimizer"] for here, there in _where(recipe, Master.BESIDE)
     )
     return replace(recipe, optimizer={"master": recipe.parameters * beside, **recipe.optimizer}) if beside else recipe
 

@@ -217,6 +217,7 @@ def of_recipe(
     along: Seat = ALONE,
 ) -> Holding:
     """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients."""
+    rest_as = formats(recipe)
     kept: dict[str, tuple[Fraction | int, int]] = {
         **{state: (nbytes, 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
         **{state: (nbytes, 0) for state, nbytes in recipe.per_tensor.items()},
@@ -224,7 +225,7 @@ def of_recipe(
 
     def rests(bucket: Bucket) -> Resting:
         where, accumulated = at[bucket.index] if at else DEVICE_ALONE, not recipe.in_backward
-        return resting(bucket, formats(recipe), placements, where, one_memory=False, accumulated=accumulated)
+        return resting(bucket, rest_as, placements, where, one_memory=False, accumulated=accumulated)
 
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at)

@@ -178,11 +178,9 @@ class Work(dist.Work):
     def fails(self, error: Exception) -> None:
         """Note that it cannot land."""
         self.landed = False
-        works = ", ".join(f"{each} gives {sum(part.nbytes for part in each.gives)} bytes" for each in self._all())
+        together = [work for _, work in sorted(self.flight.works.items())]
+        works = ", ".join(f"{each} gives {sum(part.nbytes for part in each.gives)} bytes" for each in together)
         self.failed = f"do all ranks call the same, with the same sizes? {works} ({type(error).__name__}: {error})"
-
-    def _all(self) -> list[Work]:
-        return [work for _, work in sorted(self.flight.works.items())]
 
     def _ended(self) -> bool:
         """Has it landed, or failed?"""

@@ -399,6 +399,8 @@ class Schedule:
         def call(frame: Any, event: str, _: Any) -> Any:
             code, since = frame.f_code, frame.f_lasti
             ours = code.co_filename.startswith(_ZEROSHARD) and not code.co_filename.startswith(_HERE)
+            if not ours or code.co_name == "<module>":
+                return None
 
             def line(frame: Any, event: str, _: Any) -> Any:
                 nonlocal since
@@ -409,7 +411,7 @@ class Schedule:
                     since = frame.f_lasti
                 return line
 
-            return line if ours and code.co_name != "<module>" else None
+            return line
 
         sys.settrace(call)
 

@@ -256,14 +256,23 @@ def _new_group(plain: Callable[..., Any]) -> Callable[..., Any]:
         world, store = task.rank.world, c10d.PrefixStore(f"{name}/", ask["store"])
         members = members or list(range(ask["group_size"]))
         group = Group(world, name, members, ask["group_rank"], ask["timeout"].total_seconds())
-        config = str(c10d.BackendConfig(c10d.Backend(ask["backend"])))
-        tags = {"pg_tag": f"user:{tag}"} if tag else {"add_to_default_tag": True}
-        c10d._register_pg_in_world(
-            group, backend_name="gloo", store=store, group_name=name, backend_config=config, **tags
-        )
+        _register(group, store, name, str(c10d.BackendConfig(c10d.Backend(ask["backend"]))), tag)
         return group, store
 
     return made
+
+
+def _register(group: Group, store: Any, name: Any, config: str, tag: str) -> None:
+    """Enter a group into torch's tables of this rank, as torch does for each that it makes: 2.11 has no call for it."""
+    world, enter = c10d._world, c10d._register_process_group  # type: ignore[attr-defined]
+    world.pg_map[group] = ("gloo", store)
+    world.pg_names[group] = name
+    world.pg_backend_config[group] = config
+    enter(name, group)
+    key = f"user:{tag}" if tag else f"ptd:{name}"
+    for each in (key,) if tag else ("", key):
+        world.tags_to_pg.setdefault(each, []).append(group)
+    world.pg_to_tag[group] = key
 
 
 def _rendezvous(plain: Callable[..., Any]) -> Callable[..., Any]:

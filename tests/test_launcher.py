@@ -169,6 +169,13 @@ def test_ranks_that_torchrun_started_again_are_told_where_they_met_before():
     assert "SHARE_RDZV" not in str(launcher.could_not_meet(once, refused))
 
 
+def test_two_ranks_on_one_gpu_are_told_what_to_start():
+    """NCCL says no more of them than that its usage is invalid."""
+    refused = RuntimeError("NCCL error in: NCCLUtils.cpp:93, invalid usage (run with NCCL_DEBUG=WARN for details)")
+    told = launcher.could_not_meet(TORCHRUN, refused)
+    assert "one process for each GPU: torchrun --nproc-per-node gpu" in str(told) and "MASTER_PORT can" not in str(told)
+
+
 # --- ranks that never come ------------------------------------------------------------------------------------------------
 
 

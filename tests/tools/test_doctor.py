@@ -71,7 +71,7 @@ def with_gpus(monkeypatch, count=2):
 
 def test_what_a_machine_says_of_itself(imagined, monkeypatch):
     with_gpus(monkeypatch)
-    monkeypatch.setattr(machine, "_said", lambda words: " ".join(words))
+    monkeypatch.setattr(machine, "_said", lambda words: f"\x1b[4m{words[0]}\x1b[0m\t{' '.join(words[1:])}")
     found = machine.facts(imagined)
     assert found["processor"] | {"kind": 0, "instructions": 0} == {
         "name": "Some Processor",
@@ -96,7 +96,7 @@ def test_what_a_machine_says_of_itself(imagined, monkeypatch):
         "devices": 2 * [{"name": "Some GPU", "capability": [9, 0], "memory": 80 << 30, "free": 79 << 30}],
         "peers": [[False, True], [True, False]],
         "driver": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.1",
-        "topology": "nvidia-smi topo -m",
+        "topology": "nvidia-smi      topo -m",  # no colours, no tabs
     }
     assert found["disk"] | {"rotates": 0, "scheduler": 0} == {
         "folder": str(imagined),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import resource
 import subprocess
 from collections.abc import Callable, Iterator
@@ -113,8 +114,13 @@ def accelerators() -> dict[str, Any]:
         "devices": [device.hardware(each) for each in found],
         "peers": device.peers(found),
         "driver": (_text(DRIVER) or "").partition("\n")[0] or None,
-        "topology": _said(["nvidia-smi", "topo", "-m"]) if found and found[0].type == "cuda" else None,
+        "topology": _drawn(_said(["nvidia-smi", "topo", "-m"])) if found and found[0].type == "cuda" else None,
     }
+
+
+def _drawn(said: str | None) -> str | None:
+    """Return a tool's table without its colours, and with spaces in place of tabs."""
+    return said and re.sub(r"\x1b\[[0-9;]*m", "", said).strip("\n").expandtabs()
 
 
 def disk(folder: Path) -> dict[str, Any]:

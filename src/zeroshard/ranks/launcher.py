@@ -134,6 +134,8 @@ def could_not_meet(environment: Mapping[str, str], error: Exception) -> UserErro
     instead = "see that rank 0 runs at MASTER_ADDR, that MASTER_PORT can be reached, and GLOO_SOCKET_IFNAME"
     if "too many open files" in said.lower():
         instead = "ulimit -n 65536 before the program starts: every rank holds connections to every other"
+    elif "NCCL" in said:  # it says no more of two ranks on one device
+        instead = "start one process for each GPU: torchrun --nproc-per-node gpu; NCCL_DEBUG=WARN says what it refuses"
     elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment["TORCHELASTIC_MAX_RESTARTS"] != "0":
         instead += (
             "; and torchrun itself with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: ranks that start again find in its "

@@ -735,3 +735,17 @@ def test_idle_devices_are_told_of_once(monkeypatch, caplog, asked):
     assert [record.getMessage() for record in caplog.records if "idle" in record.getMessage()] == [
         'the model is on the CPU and trains there, and cuda is idle: shard(..., device="cuda")'
     ] * (asked is None)
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "own", "host"), [(0, 2, 0, ""), (1, 2, 1, ""), (3, 4, 1, "rank 3"), (2, 3, 0, "rank 2")]
+)
+def test_local_ranks_take_turns_on_fewer_devices(monkeypatch, rank, ranks, own, host):
+    """Two ranks on one device are hosts of their own to NCCL, which refuses them else; the first device is current."""
+    now = [0]
+    module = SimpleNamespace(set_device=lambda device: now.__setitem__(0, device.index))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(device, "accelerators", lambda: [torch.device("cuda", at) for at in range(2)])
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    device.take_own(rank, ranks)
+    assert (now[0], os.environ["NCCL_HOSTID"]) == (own, host)

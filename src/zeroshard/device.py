@@ -60,6 +60,19 @@ def chosen(device: torch.device) -> torch.device:
     return current(device)
 
 
+def take_own(rank: int, ranks: int) -> None:
+    """Make a local rank's own accelerator the current one, to which `.cuda()` goes; ranks take turns on fewer.
+
+    NCCL refuses two ranks of one host on one device. Those say that they are hosts of their own, and send through
+    sockets: the same bits, at a speed that means nothing.
+    """
+    found = accelerators()
+    if found and (own := found[rank % len(found)]).index:
+        torch.get_device_module(own).set_device(own)
+    if 0 < len(found) < ranks:
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+
+
 @functools.cache
 def warn_of_idle() -> None:
     """Say once that a model is sharded on the CPU, unasked, where an accelerator is."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import zeroshard
+from zeroshard import device
 from zeroshard.cli import reference
 from zeroshard.cli.config import InputError
 from zeroshard.cli.policies import policies, precision_of
@@ -195,6 +196,7 @@ def _precision(question: Question) -> zeroshard.Precision:
 
 def check_rank(folder: Path, rank: int, ranks: int) -> None:
     """Run every configuration on one rank of `ranks` and compare it with the plain run; rank 0 writes the results."""
+    device.take_own(rank, ranks)
     question = Question.load(folder)
     if question.reference(ranks) == "stage 0":
         target = question.folder_of(folder, ranks)

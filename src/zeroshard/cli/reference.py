@@ -185,9 +185,12 @@ def in_codes(name: str, gradient: Tensor) -> Tensor:
     finite = rows.isfinite()
     rows = torch.where(finite, rows, 0.0)
     largest = rows.abs().amax(1)
-    scales = (largest / 127).clamp(min=2.0**-126)[:, None]
-    block = _hash(_hash(torch.arange(len(rows))) ^ zlib.crc32(name.encode())) ^ _hash(_unsigned(largest) % 2**23)
-    drawn = _hash(_unsigned(rows / scales) ^ block[:, None] ^ _hash(torch.arange(BLOCK))) % 2**16
+    whole = torch.full_like(largest, 127.0)  # a number of Python would be a reciprocal on CUDA: another bit
+    scales = (largest / whole).clamp(min=2.0**-126)[:, None]
+    block = _hash(_hash(torch.arange(len(rows), device=rows.device)) ^ zlib.crc32(name.encode())) ^ _hash(
+        _unsigned(largest) % 2**23
+    )
+    drawn = _hash(_unsigned(rows / scales) ^ block[:, None] ^ _hash(torch.arange(BLOCK, device=rows.device))) % 2**16
     codes = (rows / scales + (drawn + 0.5) / 2**16).floor().clamp(-127, 127)
     return torch.where(finite, codes * scales, math.nan).view(-1)[: flat.numel()].view_as(gradient).to(gradient.dtype)
 

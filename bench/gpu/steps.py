@@ -57,6 +57,8 @@ STEPS = [
          "what the planner should believe"),
     Step("faults", 4, 2, "kill -9, SIGTERM, out of memory, Ctrl-C: who says what, how soon, and the step again",
          "does a loss end a job in seconds"),
+    Step("settings", 6, 2, "8 bits, split masters, a scaler, Muon, in backward, compiled, checkpoints, meshes",
+         "the same bits of what else is switched on"),
 ]  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def plain(kind: str, dtype: str, world: int = 1, backwards: int = 1, steps: int 
         history, _ = reference.accumulate_with_masters(
             model, adam, batches(kind), loss_of, dtype=DTYPES[dtype], **settings
         )
-    return _run(history, model)
+    return run_of(history, model)
 
 
 def shard(kind: str, dtype: str, stage: int, **settings: Any) -> tuple[WithBuffer, torch.optim.Optimizer, Any]:
@@ -89,7 +89,7 @@ def sharded(kind: str, dtype: str, stage: int, backwards: int = 1, **settings: A
     rank, world = zero.rank, zero.world_size
     history = reference.loop(model, optimizer, batches(kind), loss_of, rank, world, backwards, steps=STEPS, clip=CLIP)
     with zero.gathered():
-        return _run(history, model)
+        return run_of(history, model)
 
 
 def in_tier(kind: str, dtype: str, stage: int, tier: str) -> Run:
@@ -99,7 +99,7 @@ def in_tier(kind: str, dtype: str, stage: int, tier: str) -> Run:
         return sharded(kind, dtype, stage, offload=Offload(**places, path=folder if tier == "nvme" else None))
 
 
-def _run(history: reference.History, model: torch.nn.Module) -> Run:
+def run_of(history: reference.History, model: torch.nn.Module) -> Run:
     weights = {name: each.cpu() for name, each in reference.weights(model).items()}
     return Run(history.losses, [float(each) for each in history.norms], weights)
 

@@ -33,6 +33,7 @@ def test_an_argument_that_never_was_is_pythons_error():
     ("policy", "says"),
     [
         ({"precision": Precision(param_dtype=torch.bfloat16)}, "precision"),
+        ({"precision": Precision(grad_dtype=torch.bfloat16)}, "Precision.grad_dtype"),
         ({"layout": Layout(recompute=True)}, "Layout.recompute"),
         ({"layout": Layout(units=["blocks.*"])}, "Layout.units"),
         ({"layout": Layout(ignore=["w"])}, "Layout.ignore"),

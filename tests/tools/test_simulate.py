@@ -520,7 +520,7 @@ def halves():
 def test_other_optimizers_and_parts(warm, name):
     """Whole-tensor optimizers side by side, ties, frozen parts, groups: every byte as predicted on two real ranks."""
     rows = check.compare(
-        check.Check(job=f"{__file__}:{name}", ranks=2, stages=(0, 1, 2, 3), bounds="tensor", prefetch=0)
+        check.Check(job=f"{__file__}:{name}", ranks=2, stages=(0, 1, 2, 3), options={"bounds": "tensor", "prefetch": 0})
     )
     assert {row["what"] for row in rows} >= {"at rest", "parameters", "gradients", "peak in backward"}
     assert [row for row in rows if row["difference"] and row["what"] not in check.MEASURED] == []
@@ -747,7 +747,7 @@ def test_a_check_in_bf16_says_once_where_the_processor_has_none(warm, monkeypatc
     (tmp_path / "cpuinfo").write_text("flags : fpu avx2\n")
     monkeypatch.setattr(processor, "CPUINFO", tmp_path / "cpuinfo")
     for precision, times in (("fp32", 0), ("bf16", 1)):
-        assert check.check(check.Check(job=EXAMPLE, ranks=1, stages=(0,), precision=precision)) == 0
+        assert check.check(check.Check(job=EXAMPLE, ranks=1, stages=(0,), options={"precision": precision})) == 0
         assert capsys.readouterr().out.count("no bf16 arithmetic") == times
 
 

@@ -10,14 +10,13 @@ import ctypes
 import gc
 import json
 import tempfile
-from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from zeroshard.cli import launch, processor, screen
-from zeroshard.cli.config import InputError, Launch, OptimizerOver, Reduce, Transport, offload_of
+from zeroshard.cli.config import InputError, Launch, offload_of
 from zeroshard.cli.policies import policies
 from zeroshard.events import DEVICE
 
@@ -35,29 +34,13 @@ class Check:
     stages: tuple[int, ...]
     accumulate: int = 1
     no_sync: bool = False
-    precision: Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"] = "fp32"
-    grad_dtype: Literal["fp32", "bf16"] | None = None
-    bounds: Literal["unit", "model", "tensor"] = "unit"
-    align: int | Mapping[str, int] = 128
-    bucket_mib: float = 24.0
-    prefetch: int = 1
-    checkpoint: bool = False
-    replicas: int = 1
-    optimizer_over: OptimizerOver = "team"
-    transport: Transport = "auto"
     offload: dict[str, str] = field(default_factory=dict)  # {state: where it rests}, as on the command line
-    reduce: Reduce = "ordered"
-    optimizer_in_backward: bool = False
-
-    @property
-    def spread(self) -> bool:
-        """Is the optimizer sharded over the ranks of several replicas?"""
-        return self.optimizer_over == "all" and self.replicas > 1
+    options: dict[str, Any] = field(default_factory=dict)  # of the other policies, likewise
 
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
         """Make the policies for `shard` and `simulate`; files go to `folder`."""
         offload = offload_of(self.offload, folder if "nvme" in self.offload.values() else "")
-        return policies(vars(self)) | {"offload": offload}
+        return policies(self.options) | {"offload": offload}
 
 
 def check(asked: Check, *, as_json: bool = False) -> int:
@@ -65,7 +48,7 @@ def check(asked: Check, *, as_json: bool = False) -> int:
     if Launch.from_environment():
         raise InputError("plan --check starts its own ranks; run it without torchrun")
     launch.check_ranks(asked.ranks)
-    if (slow := processor.slow(asked.precision)) and not as_json:
+    if (slow := processor.slow(asked.options.get("precision", "fp32"))) and not as_json:
         screen.say(f"  [yellow]{slow}[/yellow]")
     rows = compare(asked)
     if isinstance(rows, int):

@@ -100,19 +100,20 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
-    names = {"ranks", "accumulate", "no_sync", *NAMES} - {"experts", "whole", "instances"}
+    run, policy = ("ranks", "accumulate", "no_sync"), NAMES - {"experts", "whole", "instances"}
     offload = _places(settings)
-    other = {name: value for name, value in settings.items() if name not in (*names, "job", "stage") and value}
+    other = {name: value for name, value in settings.items() if name not in (*run, *policy, "job", "stage") and value}
     if job is None or text is not None or other:
         what = ", ".join(f"--{name.replace('_', '-')}" for name in other) or "a job"
         raise InputError(f"--check runs a job; {'leave out ' + what if other else 'name one: train:job'}")
-    given = {name: settings[name] for name in names if settings.get(name) is not None}
-    how = {name: settings[name] for name in ("accumulate", "no_sync")}
+    ranks, accumulate, no_sync = (settings[name] for name in run)
+    options = {name: settings[name] for name in sorted(policy) if settings.get(name) is not None}
+    how = {"accumulate": accumulate, "no_sync": no_sync}
     try:
-        stages = stages_of_runs(settings["ranks"], stage, **policies(given), offload=planned_offload(offload), **how)
+        stages = stages_of_runs(ranks, stage, **policies(options), offload=planned_offload(offload), **how)
     except UserError as error:
         raise InputError(in_options(error, settings)) from error
-    return check(Check(job=job, stages=stages, offload=offload, **given), as_json=as_json)
+    return check(Check(job, ranks, stages, accumulate, no_sync, offload, options), as_json=as_json)
 
 
 def show_text(letter: str, *, as_json: bool) -> None:

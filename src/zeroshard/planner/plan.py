@@ -290,7 +290,9 @@ def _refuse_what_jobs_alone_count(precision: Precision | None, layout: Layout, c
         for name, value in _changed(policy).items()
         if name not in OF_SHAPES[kind]
     }
-    _refuse("for jobs only", instead, precision=(precision and _changed(precision)) or None, **told)
+    numbers = _changed(precision) if precision else {}
+    name = "Precision.grad_dtype" if set(numbers) == {"grad_dtype"} else "precision"
+    _refuse("for jobs only", instead, **{name: numbers or None}, **told)
 
 
 def _check_numbers(ranks: object, most: int, accumulate: object, gpus_per_node: object, replicas: int | None) -> None:

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
+import verbs
 import zeroshard
 from zeroshard import Comm, device, fp8, int8, numerics
 from zeroshard.checkpoint import saving
@@ -564,7 +565,7 @@ def connects(replicas):
     own._connecting = torch.zeros(2 * groups.CONNECTING, dtype=torch.uint8)
     uses = {id(stream.group): each.use for each, stream in zip(wanted, own.streams, strict=True)}
     with pytest.MonkeyPatch.context() as patch:
-        for verb in ("all_gather_single", "all_to_all_single", "broadcast", "all_reduce"):
+        for verb in (verbs.NAMES["all_gather_single"], "all_to_all_single", "broadcast", "all_reduce"):
             call = getattr(dist, verb)
 
             def calls(tensor, *args, group, verb=verb, call=call):
@@ -583,7 +584,7 @@ def connects(replicas):
 def test_groups_in_a_devices_queue_are_connected_in_one_order_before_they_are_used():
     """By what each of them will carry, small and large; then all ranks meet. Not a group of one rank, such as a team of one."""
     large, end = 4 << 20, ("control", "all_reduce", 4)
-    gathers = [("gather", verb) for verb in ("all_gather_single", "broadcast")]
+    gathers = [("gather", verb) for verb in (verbs.NAMES["all_gather_single"], "broadcast")]
     sums = [("reduce", "all_to_all_single", n) for n in (2, large)]
     both = [(*each, n) for n in (2, large) for each in (*gathers, ("gather", "all_reduce"))] + sums
     pair = [(use, "broadcast", n) for use in ("pair", "copies") for n in (2, large)]

@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import emulated
 import ranks
 import reference
+import verbs
 from test_emulated import DTYPES, STAGES, plain, sharded
 from zeroshard.ranks.at_once import AtOnce, prepare
 
@@ -38,9 +39,9 @@ def each_verb(device):
     tell(*[x] * (rank == 0))
     dist.all_gather(them := [of(0, 0) for _ in range(world)], of(rank, -rank))
     tell(*them)
-    dist.all_gather_single(x := of(*[0] * 2 * world), of(rank, -rank))
+    verbs.all_gather_single(x := of(*[0] * 2 * world), of(rank, -rank))
     tell(x)
-    dist.reduce_scatter_single(x := of(0), of(*[rank + at for at in range(world)]))
+    verbs.reduce_scatter_single(x := of(0), of(*[rank + at for at in range(world)]))
     tell(x)
     sends, receives = ([(a + b) % 3 for b in range(world)] for a in (rank, rank))
     rows = [10 * rank + at for at in range(world) for _ in range(sends[at])]

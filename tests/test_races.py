@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import emulated
 import ranks
+import verbs
 
 N = 64
 
@@ -158,7 +159,7 @@ def memory_of_another_stream(right):
 def gathered_before_its_wait(right):
     """A gather's result is read before the wait for it."""
     own, whole = numbers() + ranks.rank(), torch.empty(2 * N, device="emu")
-    work = dist.all_gather_single(whole, own, async_op=True)
+    work = verbs.all_gather_single(whole, own, async_op=True)
     if right:
         work.wait()
     found = whole.sum()

@@ -629,4 +629,8 @@ def register(device: Device, folder: str | None = None) -> None:
             made._split()
         return made
 
+    class Options(dist.distributed_c10d._DistributedBackendOptions):  # type: ignore[misc]
+        split_from: Any = None  # from torch 2.14 on that takes a backend in C++ only, which this one is not
+
+    dist.distributed_c10d._DistributedBackendOptions = Options  # type: ignore[misc]
     dist.Backend.register_backend("emuccl", make, extended_api=True, devices=["emu"])

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
-.PHONY: install demo test tools full slow check docs bench gpu trainers ray web
+.PHONY: install demo test tools full slow check docs bench gpu oldest newest trainers ray web
 
 install: .venv/installed
 
@@ -44,6 +44,15 @@ bench: install ## zeroshard beside its peers: training steps, checkpoints; an ho
 
 gpu: install ## the first hour on GPUs, step by step, into gpu-results/; STEP=n: one; RANKS=n share them; DEVICE=emu: rehearses
 	$(BIN)/python -m bench.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(STEP),--step $(STEP)) $(if $(RANKS),--ranks $(RANKS))
+
+oldest newest: %: .venv-%/installed ## make test on the oldest and the newest torch of the range, in an environment of its own: 5 GB of CUDA
+	CUDA_VISIBLE_DEVICES= .venv-$*/bin/pytest -m "not full and not slow" -n 3 --dist loadfile --worlds --ignore=tests/tools
+
+.venv-oldest/installed: TORCH := torch==2.11.0
+.venv-newest/installed: TORCH := torch<2.16
+.venv-oldest/installed .venv-newest/installed: .venv-%/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv-$* && grep -v '^torch==' constraints.txt >.venv-$*/constraints.txt
+	.venv-$*/bin/pip install -q -c .venv-$*/constraints.txt '$(TORCH)' -e '.[dev]' && touch $@
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own; four minutes
 	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/tools/test_accelerate.py tests/tools/test_trainer.py tests/tools/test_lightning.py tests/tools/test_kubernetes.py tests/tools/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or kubernetes"

@@ -251,9 +251,9 @@ class Bucket(BucketKey):
         first, last = self.shard(seat.position)
         if degree is Degree.TEAM:
             return first, last
-        return self.part(seat, seat.replica), self.part(seat, seat.replica + 1)
+        return self.part_start(seat, seat.replica), self.part_start(seat, seat.replica + 1)
 
-    def part(self, seat: Seat, number: int) -> int:
+    def part_start(self, seat: Seat, number: int) -> int:
         """Return the element at which replica `number`'s part of this shard begins: never inside a slot's block."""
         first, last = self.shard(seat.position)
         cut = first + (last - first) * number // seat.replicas

@@ -142,15 +142,15 @@ class Backward:
     def _after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """Reduce a parameter's gradient, which is complete for this graph at least."""
         self.group.hear_crossed()
-        early = None
+        aside = None
         if not self.begun or self._callback is None:
-            early = self.gradients.set_aside(number)
+            aside = self.gradients.set_aside(number)
             self.event()
         pending = self.reduction.pending_of[number]
         if self.ledger.record is not None:
             self._work_on(pending.unit)
         nested = torch._C._current_graph_task_id() != self._task
-        landed = self.reduction.arrived(self.gradients.entries[number], pending, early, nested=nested)
+        landed = self.reduction.arrived(self.gradients.entries[number], pending, aside, nested=nested)
         if landed and not pending.missing and all(self.reduction.complete(buffer) for buffer in pending.unit.buffers):
             pending.unit.release()
 

@@ -125,11 +125,11 @@ class Gradients:
 
         Returns None if `p.grad` is still a sharded gradient.
         """
-        entry, early = self.entries[number], None
+        entry, aside = self.entries[number], None
         with torch._C.DisableTorchFunctionSubclass():
             if not isinstance(entry.param.grad, ShardedGrad):
-                early, entry.param.grad, entry.displaced = entry.param.grad, entry.displaced, None
-        return early
+                aside, entry.param.grad, entry.displaced = entry.param.grad, entry.displaced, None
+        return aside
 
     def displace(self, entry: Entry, grad: ShardedGrad) -> None:
         """Keep what `p.grad` shows, because autograd is about to add to it: see `set_aside`."""

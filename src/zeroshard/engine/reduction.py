@@ -144,11 +144,11 @@ class Reduction:
                     for place in pending.places(accumulator.local, entry.position):
                         place.zero_()
 
-    def arrived(self, entry: Entry, pending: Pending, early: Tensor | None, *, nested: bool) -> bool:
-        """Add a parameter's gradient, `early` or in `p.grad`, to its bucket's contribution. Returns if it did."""
+    def arrived(self, entry: Entry, pending: Pending, aside: Tensor | None, *, nested: bool) -> bool:
+        """Add a parameter's gradient, set aside or in `p.grad`, to its bucket's contribution. Returns if it did."""
         param = entry.param
         with torch._C.DisableTorchFunctionSubclass():
-            grad = param.grad if early is None else early
+            grad = param.grad if aside is None else aside
             if grad is None or isinstance(grad, ShardedGrad):
                 return False  # the hook fires also when nothing was added
             param.grad = None
@@ -289,8 +289,8 @@ class Reduction:
         if own and relay.running is None and staged:
             relay.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
-        early = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.sources)
-        if relay.first and not (early and accumulator.averaged):
+        divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.sources)
+        if relay.first and not (divided and accumulator.averaged):
             accumulator.undo_average()
         if own:
             try:
@@ -299,11 +299,11 @@ class Reduction:
                 adds = relay.first and (accumulator.filled or relay.average is None) and not staged
                 with begun if adds else contextlib.nullcontext():
                     if not simulated(receive):
-                        self._fold(sent, early=early)
+                        self._fold(sent, divided=divided)
             except TierError as error:
                 self.group.report(error)  # the peers have further reductions to get through
         sent.work.used()
-        accumulator.filled, accumulator.averaged, accumulator.spread = True, early, False
+        accumulator.filled, accumulator.averaged, accumulator.spread = True, divided, False
         relay.hand_on()
         self._relayed.append(sent)
         self.scratch.give_back(receive)
@@ -314,7 +314,7 @@ class Reduction:
             # ranks of a team gather in one order, and other ranks may have a part of this one.
             self._store(self._relayed.pop())
 
-    def _fold(self, sent: Sent, *, early: bool) -> None:
+    def _fold(self, sent: Sent, *, divided: bool) -> None:
         """Add this rank's contributions to what came, or, on the first replica, to what there is."""
         accumulator, relay = sent.accumulator, sent.relay
         into = relay.running if not relay.last else relay.average
@@ -322,7 +322,7 @@ class Reduction:
         start = relay.running if not relay.first else self._start(accumulator, total)
         times = self.group.sources if relay.first and accumulator.averaged else 1
         pieces = [piece.to(total.device) for piece in sent.pieces(native=self.settings.reduce == "native")]
-        fold(total, pieces, start=start, times=times, over=self.group.sources if relay.last and early else 1)
+        fold(total, pieces, start=start, times=times, over=self.group.sources if relay.last and divided else 1)
         self.finite.look_at_gradient(accumulator, pieces, total)
         if total is accumulator.aside:
             accumulator.sum.own.copy_(total)

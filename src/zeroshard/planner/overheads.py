@@ -39,7 +39,7 @@ class Facts:
 
     slots: parameters in it. ranks: how many shard it in each of the replicas. replica: this rank's. sharded: do its
     parameters rest in shards? cast: have they another dtype than what the optimizer updates? in_place: is the sum of
-    gradients where this rank's own are put together? narrow: is the sum in 16 bits? early: is it divided as it lands?
+    gradients where this rank's own are put together? narrow: is the sum in 16 bits? divided: as it lands?
     native: does the backend add?
     """
 
@@ -51,7 +51,7 @@ class Facts:
     cast: bool = False
     in_place: bool = False
     narrow: bool = False
-    early: bool = False
+    divided: bool = False
     native: bool = False
 
     @property
@@ -83,8 +83,8 @@ def folded(of: Facts, *, again: bool) -> Overhead:
     begun = again or of.replica > 0
     adds = (1 if of.native else of.ranks) - (not begun)
     copies = 1 + ((of.in_place and not again) or of.narrow)
-    undone = int(again and of.early and of.ranks * of.replicas > 1 and of.replica == 0)
-    return Overhead(copies + adds + undone) + (averaged(of) if of.early and of.last else NONE)
+    undone = int(again and of.divided and of.ranks * of.replicas > 1 and of.replica == 0)
+    return Overhead(copies + adds + undone) + (averaged(of) if of.divided and of.last else NONE)
 
 
 def averaged(of: Facts) -> Overhead:
@@ -108,7 +108,7 @@ def looked_at(of: Facts) -> Overhead:
 def stepped(of: Facts) -> Overhead:
     """Count the kernels before the optimizer's own. The copy of masters to parameters after it is `copied`."""
     seeded = Overhead(TAKEN) if of.cast and not of.sharded else NONE
-    return seeded + Overhead(int(of.narrow)) + (NONE if of.early else averaged(of))
+    return seeded + Overhead(int(of.narrow)) + (NONE if of.divided else averaged(of))
 
 
 def clipped(of: Facts) -> Overhead:
@@ -116,7 +116,7 @@ def clipped(of: Facts) -> Overhead:
 
     Where no tensor ends inside a block of 128 elements it takes fewer.
     """
-    return Overhead(15 + of.slots) + (NONE if of.early else averaged(of))
+    return Overhead(15 + of.slots) + (NONE if of.divided else averaged(of))
 
 
 CLIP = Overhead(44)  # once for all buckets: bins are made, added up over the ranks, and made one number

@@ -152,7 +152,7 @@ def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, a
     facts = Facts(
         -(-plan.slots // plan.buckets), ranks // replicas, replicas, 0, bool(placed.parameters),
         cast="master" in recipe.optimizer, in_place=not placed.gradients and recipe.gradients == recipe.reduced,
-        narrow=not wide, early=wide and recipe.reduced == 2 and ranks & (ranks - 1) == 0, native=reduce == "native",
+        narrow=not wide, divided=wide and recipe.reduced == 2 and ranks & (ranks - 1) == 0, native=reduce == "native",
     )  # fmt: skip
     forwards = backwards * (2 if moved.recompute.logical else 1)
     one = step(facts, gathers=round(moved.gathers), reductions=round(moved.reductions), forwards=forwards)

@@ -222,7 +222,7 @@ class Team:
     def share(self, shard: Tensor, bucket: Bucket, state: str) -> Work:
         """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it."""
         seat, first = self.seat, bucket.shard(self.position)[0]
-        cuts = [(bucket.part(seat, number) - first) * shard.itemsize for number in range(seat.replicas + 1)]
+        cuts = [(bucket.part_start(seat, number) - first) * shard.itemsize for number in range(seat.replicas + 1)]
         nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
         event = count(
             self.ledger, seat.replicas, "share", nbytes, own * (seat.replicas - 1), nbytes - own, state, bucket.index

@@ -22,8 +22,8 @@ PACKAGE = ROOT / "src" / "zeroshard"
 METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
 BELOW = "worlds"  # stands under torch.distributed, and knows no feature: its words mean other things
-# Of what goes together, of what rests where, of the commands' options: nothing in them counts.
-TABLES = "engine/refused.py", "resting.py", "planner/options.py"
+# Of what goes together, of what rests where, of the commands' options, and of what a codec does: nothing in them counts.
+TABLES = "engine/refused.py", "resting.py", "planner/options.py", "engine/codec.py"
 
 
 class Feature(NamedTuple):
@@ -183,10 +183,10 @@ FEATURES = {
     ),
     "edits followed anywhere": Feature(
         r"edits\b|\.rebind\(|def rebind|reseed|follow_edits|seed_master|_keep_edits|unfollowed|\.notice\(|def notice"
-        r"|\.written\(|def written|\.replaced\(|def replaced|\.publish\(\)|def publish|fingerprint|\.news\b|\.heard\b|telling\("
+        r"|\.written\(|def written|\.replaced\(|def replaced|\.publish\(\)|def publish\(self\)|fingerprint|\.news\b|\.heard\b|telling\("
         r"|\bedited\b|make_way|generation\b|increment_version",
         ("engine/edits.py", "digests.py"),
-        r"self\.gradients\.edits|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside",
+        r"self\.gradients\.edits|before\.replaced|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside",
         (
             "engine/undo.py",
             "checkpoint/files.py",

@@ -316,11 +316,11 @@ def interrupted_landing():
     with zero.gathered():
         before = zero.ledger().held["gather"]
         buffer.gather()
-        apart, dequantise = zero.ledger().held["gather"] - before, buffer._dequantise
-        buffer._dequantise = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        apart, dequantise = zero.ledger().held["gather"] - before, buffer.codec._dequantise
+        buffer.codec._dequantise = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             buffer.land()
-        buffer._dequantise = dequantise
+        buffer.codec._dequantise = dequantise
         left = zero.ledger().held["gather"] - before
         buffer.gather()
         buffer.land()

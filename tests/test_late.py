@@ -33,7 +33,7 @@ SIZES = (7, 40, 33, 21, 5)
 STEPS = 3
 PLACES = [
     (Alone, "step"), (Alone, "write_back"),
-    (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "spread"), (Buffer, "follow_edits"),
+    (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "publish"), (Buffer, "follow_edits"),
     (InBackward, "landed"), (InBackward, "update_first"), (InBackward, "ended"),
     (Reduction, "_land_first"), (Reduction, "_store"), (Reduction, "_send"),
     (States, "present"), (Rest, "here"), (Passing, "forget"), (FileRest, "here"),

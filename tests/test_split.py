@@ -300,7 +300,7 @@ def refused(precision, **settings):
 
 def test_a_byte_of_bits_may_belong_to_two_parameters():
     """What is loaded changes no bit of its neighbours, whose parameters may be on their way and not go with them."""
-    split = refused(SPLIT, stage=2, layout=Layout(align=1))._engine.buffers[0].split
+    split = refused(SPLIT, stage=2, layout=Layout(align=1))._engine.buffers[0].codec.rest
     lower, ties = split.planes.tensor[: 2 * split.numel].view(torch.int16), split.planes.tensor[2 * split.numel :]
     split.parameters.tensor.view(torch.int16).fill_(0x3F81)
     lower.fill_(-32768)

@@ -31,7 +31,11 @@ def held(stage, dtype):
     train(model, optimizer, zero, 1, first=1)
     ledger = zero.ledger()
     sent = ledger.traffic["share"].sent - before
-    parts = sum(b.part_start(s, s.replica + 1) - b.part_start(s, s.replica) for b in zero.partition.buckets for s in [seat(zero)])
+    parts = sum(
+        b.part_start(s, s.replica + 1) - b.part_start(s, s.replica)
+        for b in zero.partition.buckets
+        for s in [seat(zero)]
+    )
     owners = {state: zero.owners("0.weight", state) for state in ("parameters", "optimizer")}
     return predict_states(zero), {k: v for k, v in ledger.held.items() if v}, sent, parts, owners
 

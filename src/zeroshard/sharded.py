@@ -31,7 +31,8 @@ from .engine.in_backward import InBackward
 from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
-from .engine.quantised import follow_edits, spread
+from .engine.publish import publish
+from .engine.quantised import follow_edits
 from .engine.recompute import recompute
 from .engine.reduction import Reduction
 from .engine.refused import refuse, settings
@@ -270,7 +271,7 @@ class Engine:
         for binding in self.bindings:
             binding.edited.clear()
         published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
-        spread(published, overlap=self.comm.overlap, outside=True)
+        publish(published, overlap=self.comm.overlap, outside=True)
         self._compare([buffer for buffer in published if not buffer.placements.optimizer or self.replicas > 1])
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
@@ -368,7 +369,7 @@ class Engine:
                 buffer.master.give_all(write_from)  # casts of it may agree where masters do not
             if not buffer.placements.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
-                buffer.publish().wait()
+                buffer.send().wait()
             elif write_from is not None:
                 buffer.parameters.make_one()
         self.group.torn = ""
@@ -416,7 +417,7 @@ class Engine:
         """Bring the engine's notes in line with loaded weights: all ranks hold those of one step again."""
         self.group.torn, self.group.progress.steps = "", self._furthest
         self.schedule.backward.was_local = False
-        spread([buffer for buffer in self.buffers if buffer.bucket.fp8], overlap=False, outside=True)
+        publish([buffer for buffer in self.buffers if buffer.codec.agrees], overlap=False, outside=True)
         self.comparing.written()
         self.gradients.hide(self.gradients.entries)
         if self.in_backward is not None:

@@ -303,7 +303,7 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
 
 def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -> None:
     buffer, slot = running.places[name]
-    updated, key, alone = slot.within(*buffer.updated), (name, VALUE), buffer.casts or buffer.bucket.fp8
+    updated, key, alone = slot.within(*buffer.updated), (name, VALUE), buffer.codec.of_masters
     staged.values[name] = value = _wanted(saved, key, buffer, slot, *(updated if alone else resting(running, name)))
     mean = running.moving.part(buffer, slot, *updated) if running.moving and (name, AVERAGE) in saved.cut else None
     if mean is not None:
@@ -417,7 +417,7 @@ def put(running: ModelState, name: str, value: Tensor | Cut, master: Tensor | Cu
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
     buffer, slot = running.places[name]
     at = slot.start + resting(running, name)[0]
-    if not (buffer.casts or buffer.bucket.fp8):  # these are made of the masters
+    if not buffer.codec.of_masters:  # these are made of the masters
         _put(buffer.parameters.part(at, at + value.numel()), value)
     if master is not None and buffer.master is not None:
         at = slot.start + slot.within(*buffer.updated).start

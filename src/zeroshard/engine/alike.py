@@ -126,7 +126,7 @@ def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
     The lower half of a master says nothing of an edited weight, and only the weights from before would tell which
     elements were edited. They are kept inside `gathered()` alone.
     """
-    found = [buffer.lost_edit() for buffer in buffers]
+    found = [buffer.codec.lost_edit() for buffer in buffers]
     answers = [each for each in found if isinstance(each, Tensor)]
     if not (any(each is True for each in found) or (answers and ask(torch.stack(answers).any()))):
         return
@@ -147,13 +147,13 @@ def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
 @contextlib.contextmanager
 def editable(units: list[Unit]) -> Iterator[None]:
     """Allow edits of these units' replicated weights inside, though their masters are split."""
-    splits = [buffer.split for unit in units for buffer in unit.buffers if buffer.resident]
-    kept = [split for split in splits if split is not None and split.keep()]
+    codecs = [buffer.codec for unit in units for buffer in unit.buffers if buffer.resident]
+    kept = [codec for codec in codecs if codec.keep()]
     try:
         yield
     finally:
-        for split in kept:
-            split.forget_kept()
+        for codec in kept:
+            codec.forget_kept()
 
 
 def joined(batches: Iterable[Batch], alike: Alike, schedule: Schedule, reduction: Reduction) -> Iterator[Batch]:

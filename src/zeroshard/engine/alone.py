@@ -11,7 +11,6 @@ from .accumulator import Accumulator
 from .averages import Averages
 from .buffer import Buffer
 from .fragment import States
-from .quantised import look
 
 
 class Alone:
@@ -39,11 +38,11 @@ class Alone:
                 fragment.param.grad = None
             self._averages.drop_copies()
             self.write_back(buffer)
-            look(buffer)
+            buffer.codec.look()
 
     def write_back(self, buffer: Buffer) -> None:
         """Cast a bucket's masters to its parameters, and mark its weights as new."""
-        if buffer.beside:
+        if buffer.codec.beside:
             first, last = buffer.updated
             with buffer.parameters.here(fresh=buffer.placements.together):
                 nbytes = (last - first) * buffer.dtype.itemsize

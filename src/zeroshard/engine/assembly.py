@@ -26,6 +26,7 @@ from ..tiers.nvme import NvmeTier
 from ..tiers.tier import DeviceTier, HostTier, Offload, OnceTier, PassingTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
+from .codec import Plain
 from .guard import SavedTensors
 from .in_backward import check_in_backward
 from .preflight import (
@@ -41,7 +42,7 @@ from .preflight import (
     divides_masters,
     givers,
 )
-from .quantised import QuantisedBuffer, check_fp8, chosen
+from .quantised import E4M3, check_fp8, chosen
 from .refused import Settings, refuse
 from .tensor_parallel import TensorParallel, check_tensors, replace_dtensors
 from .undo import Before
@@ -209,9 +210,9 @@ class Assembly:
                 if self.in_backward:
                     tiers["gradients"] = PassingTier(self.tier)
                 align, placed = self.partition.align, self.placements
-                kind = functools.partial(QuantisedBuffer, scaling=self.precision.scaling) if bucket.fp8 else Buffer
+                codec = functools.partial(E4M3, scaling=self.precision.scaling) if bucket.fp8 else Plain
                 where = self.group, self.tier, tiers, self.saved
-                buffer = kind(bucket, params, align, placed, self.precision, *where, native=self.native)
+                buffer = Buffer(bucket, params, align, placed, self.precision, *where, codec=codec, native=self.native)
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None), [given.get(id(param), 0) for param in params])

@@ -4,12 +4,13 @@ parameters   what rests of them: this rank's shard, or all of them         a `Fl
 master       what the optimizer updates, where that is of another kind     a `Flat`, or the parameters themselves
 gradients    the running sum                                               a `Flat`
 gathered     the whole bucket, for as long as it is used                   a `Gathered`
+codec        how what rests becomes what is gathered                       a `Plain`, `Cast` or `E4M3`
 edits        traces of writes into that by the program                     an `Edits`
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -26,11 +27,12 @@ from ..resting import Master, master_of
 from ..stage import SAVED, STATES, Degree, Placements
 from ..strips import Strips
 from ..tiers.tier import DeviceTier, Tier
+from .codec import Cast, Plain
 from .edits import Edits, increment_versions
 from .flat import Flat
 from .gathered import Gathered, State, alias, home
 from .guard import SavedTensors
-from .split import Split
+from .split import SplitOf
 
 
 class Gatherer(Protocol):
@@ -86,19 +88,20 @@ class Buffer:
         tiers: Mapping[str, Tier] | None = None,
         saved: SavedTensors | None = None,
         *,
+        codec: Callable[[Buffer], Plain] = Plain,
         native: bool = False,
     ) -> None:
         """tiers: where "parameters", "gradients" and "optimizer" (here: the master) rest; else on the device.
 
         saved: where autograd's saved tensors are looked up, so that those in this bucket are kept as notes.
+        codec: makes the codec of its parameters, where that is not of masters alone.
         native: does the backend add up gradients? It adds in the dtype that is sent.
         """
         self.bucket, self.params, self.align, self.placements = bucket, params, align, placements
-        self._group = group
+        self.group = group
         self.team, self.tier = group.team_of(bucket), tier
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
         self._saved = saved or SavedTensors()
-        self.resident = not placements.parameters and self.tiers["parameters"].name == DEVICE
         self.formats = precision.formats(bucket)
         self.dtype, self.grad_dtype = self.formats.computed, self.formats.gradients
         precision = precision.of(kept=bucket.kept, fp8=bucket.fp8)
@@ -110,9 +113,10 @@ class Buffer:
         self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
         self.parameters: Flat  # at rest; the masters where these are all that rests, see `casts`
         self.master: Flat | None = None
-        self.split: Split | None = None  # how the master rests, where it does so in halves
         self.edits = Edits(anywhere=self.masters is Master.SPLIT)
         self.gradients: Flat | None = None
+        self.codec = codec(self)
+        self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].name == DEVICE
         self._work: list[Work] = []
         self.users = users(tier.device)  # of the gathered copy
         self._starts = [slot.start for slot in bucket.slots]
@@ -137,15 +141,15 @@ class Buffer:
         ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
         ledger.hold("staging", staged)
         if len(set(givers)) == 1:
-            self._group.give_all(source, bucket, givers[0])
+            self.group.give_all(source, bucket, givers[0])
         else:  # of which none is along an axis: those are on no rank's meta
             for slot, giver in zip(bucket.slots, givers, strict=True):
-                self._group.broadcast(source[slot.start : slot.stop], giver)
+                self.group.broadcast(source[slot.start : slot.stop], giver)
         if not self.resident:
             if not (bucket.trainable and self.masters is Master.ALONE):
                 self.parameters = self.reserve("parameters", self.formats.parameters, self.placements.parameters)
                 with self.parameters.here(fresh=True) as resting:
-                    self._fill(resting, source)
+                    self.codec.encode(resting, source)
                 self.parameters.behind()
             if source.dtype == self.dtype:
                 ledger.rename("staging", "gather", staged)
@@ -169,28 +173,22 @@ class Buffer:
             self.close()
             self.release()
 
-    def _fill(self, resting: Tensor, source: Tensor) -> None:
-        resting.copy_(source[self.parameters.first : self.parameters.last])
-
     def reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
         tier = self.tiers.get(state, self.tiers["optimizer"])
-        return Flat.reserve(state, self.bucket, self._group, tier, dtype, degree)
+        return Flat.reserve(state, self.bucket, self.group, tier, dtype, degree)
 
     def _make_master(self, values: Tensor) -> None:
         degree = self.placements.optimizer
         if self.masters is Master.SPLIT:
-            self.split = Split(self.parameters, *self.updated, self.tiers["optimizer"], self.tier)
-            self.master = Flat(self.bucket, self._group, self.split, self.formats.master, degree, "master")
-            self.split.seed(values)
-            self.split.behind()
-            self.mark_followed()
+            self.codec = split = SplitOf(self, values)
+            self.master = Flat(self.bucket, self.group, split.rest, self.formats.master, degree, "master")
             return
         self.master = self.reserve("master", self.formats.master, degree)
         with self.master.here(fresh=True) as master:
             master.copy_(values)
         self.master.behind()
         if self.masters is Master.ALONE:
-            self.parameters = self.master
+            self.parameters, self.codec = self.master, Cast(self)
 
     def reserve_gradients(self) -> None:
         """Reserve the accumulator of averaged gradients: full-size if gradients are replicated, else the shard."""
@@ -214,14 +212,9 @@ class Buffer:
         return self.parameters is self.master
 
     @property
-    def beside(self) -> bool:
-        """True if parameters rest beside their masters, so that a step has to cast these back."""
-        return self.master is not None and not self.casts
-
-    @property
     def by_itself(self) -> bool:
         """True if it is stepped apart from other buckets, because a state rests off the device or in halves."""
-        return self.split is not None or any(tier.name != DEVICE for tier in self.tiers.values())
+        return self.codec.alone or any(tier.name != DEVICE for tier in self.tiers.values())
 
     @property
     def upcast(self) -> bool:
@@ -294,7 +287,7 @@ class Buffer:
         return self.gathered.ready
 
     @property
-    def _mine(self) -> Tensor:
+    def mine(self) -> Tensor:
         """The elements of the gathered copy that also rest on this rank."""
         return self.full[self.parameters.first : self.parameters.last]
 
@@ -309,9 +302,9 @@ class Buffer:
                 self.users.begin(fresh=not kept)
                 self.land()
                 # Not a write that autograd should see: a view of weights that are still the same may be used.
-                landing = self._landing(kept=kept)
+                landing = self.codec.landing(in_use=kept)
                 work = self.parameters.redistribute(alias(landing))
-                self.edits.came(self.full, self._mine if self.casts else None, kept=kept)
+                self.edits.came(self.full, self.codec.arriving, kept=kept)
                 work.hold(landing)  # the alias does not
             else:
                 self.users.begin(fresh=False)
@@ -321,19 +314,7 @@ class Buffer:
         self._work.append(work)
         return work
 
-    def _landing(self, *, kept: bool) -> Tensor:
-        return self.full
-
-    def recovery_copy(self) -> Tensor:
-        """Return a whole bucket with this rank's shard of the weights in it, so that ranks in a gather get this."""
-        if self.resident or not self.gathered.released:
-            return self.full
-        whole = torch.zeros(self.bucket.numel, dtype=self.dtype, device=self.tier.device)
-        first, last = self.owned
-        self.parameters.copy(first, whole[first:last])
-        return whole
-
-    def publish(self) -> Work:
+    def send(self) -> Work:
         """Launch the gather that brings owners' updates of replicated parameters to every rank."""
         if self.resident:
             return self.gather()
@@ -343,15 +324,20 @@ class Buffer:
         self.parameters.behind()
         return self._work[-1]
 
-    def spread(self, *, overlap: bool) -> None:
+    def publish(self, *, overlap: bool) -> None:
         """Bring owners' updates of replicated parameters to every rank. overlap: behind the running program."""
         self.parameters.share(self.placements.optimizer)
         if self.placements.optimizer and not self.placements.parameters:
             self.close()  # guarded until they have landed
-            work = self.publish()
+            work = self.send()
             if not overlap:
                 work.wait()
                 self.open()
+
+    def published(self) -> None:
+        """Land, where that drops what this rank wrote itself, before the program can write to fragments again."""
+        if self.parameters.lands_at_once:
+            self.land()
 
     def land(self) -> None:
         """Wait for whatever is arriving, in each stream that asks."""
@@ -363,12 +349,13 @@ class Buffer:
         if arrives:
             self.users.filled()
         self.gathered.landed()
+        self.codec.decode()
 
     def open(self) -> None:
         """Wait for the weights and make the parameters plain: no guard."""
         self.land()
         if self.gathered.open():
-            self.edits.opened(self.full, self._mine if self.casts else None)
+            self.edits.opened(self.full, self.codec.opened)
 
     def close(self) -> None:
         """Guard the parameters; the data stays."""
@@ -382,7 +369,7 @@ class Buffer:
             return True
         self.land()
         self.edits.look_at(self.full)
-        self._keep_edits(asked=False)
+        self.keep_edits(asked=False)
         self.gathered.current = False
         if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
             return False
@@ -399,7 +386,7 @@ class Buffer:
         """Copy a replaced `.data` into the parameter's slot, and make the parameter a view of it again."""
         self.gathered.rebind()
 
-    def _keep_edits(self, *, asked: bool = True) -> bool:
+    def keep_edits(self, *, asked: bool = True) -> bool:
         """Copy edits of the gathered copy to what rests. Returns if there were any.
 
         If not `asked`, here and below, the host does not wait for a device: edits are copied, but it may return False.
@@ -407,30 +394,36 @@ class Buffer:
         if self.resident or not (self.ready and self.edits.reachable):
             return False  # nothing gathered, only a copy that the last step made old, or one that no code could reach
         with torch.inference_mode(False), torch.no_grad():
-            self.rebind()
-            if self.casts:
-                return self._reseed(self._mine, asked=asked)
-            try:
-                silent = not asked and self._silent and not self.parameters.in_file
-                if not silent and self.parameters.rest.same_as(self._mine):
-                    return False
-                if self.split is not None:  # beside what it is the lower half of
-                    self._reseed(self.full[slice(*self.updated)])
-                if silent and self.parameters.pinned:
-                    self.parameters.rest.take(0, mine := self._mine.clone(), fresh=True)
-                    given(mine, TO_THE_HOST)
-                else:
-                    with self.parameters.here(fresh=True) as resting:
-                        resting.copy_(self._mine)
-            except TierError as error:
-                self._group.report(error)
-            self.edits.unfollowed = self.split is None
-            return not silent
+            return self.codec.take_back(asked=asked)
+
+    def take_back_to_masters(self, *, asked: bool) -> bool:
+        """Copy edits of the gathered copy to the masters, which are all that rests. Returns if there were any."""
+        self.rebind()
+        return self.reseed(self.mine, asked=asked)
+
+    def take_back(self, *, asked: bool) -> bool:
+        """Copy edits of the gathered copy to parameters that rest in the same format. Returns if there were any."""
+        self.rebind()
+        try:
+            silent = not asked and self._silent and not self.parameters.in_file
+            if not silent and self.parameters.rest.same_as(self.mine):
+                return False
+            self.codec.before_taking_back()
+            if silent and self.parameters.pinned:
+                self.parameters.rest.take(0, mine := self.mine.clone(), fresh=True)
+                given(mine, TO_THE_HOST)
+            else:
+                with self.parameters.here(fresh=True) as resting:
+                    resting.copy_(self.mine)
+        except TierError as error:
+            self.group.report(error)
+        self.edits.unfollowed = not self.codec.asks
+        return not silent
 
     @property
     def _silent(self) -> bool:
-        """True if edits can be copied without asking if there are any. Joined halves would have to be split."""
-        return self.split is None and asynchronous(self.full.device)
+        """True if edits can be copied without asking if there are any."""
+        return not self.codec.asks and asynchronous(self.full.device)
 
     def seed_master(self, *, asked: bool = True) -> bool:
         """Copy edits of resting parameters to their masters. Returns if anything was edited."""
@@ -438,30 +431,15 @@ class Buffer:
             return False
         self.edits.unfollowed = False
         with self.parameters.here(changed=False):
-            params = self.parameters.of(*self.updated)
-            if self.split is None:
-                return self._reseed(params, asked=asked)
-            if self.split.before is None or not self._reseed(params):
-                return False
-            self.split.before.copy_(params)
-            return True
-
-    def lost_edit(self) -> bool | Tensor:
-        """Tell if replicated weights were edited while their split master had no copy from before to follow by. On a
-        device the answer stays there."""
-        if self.split is None or not self.resident or self.split.before is not None:
-            return False
-        self.land()
-        self.rebind()
-        return self.edits.differ(self.parameters.of(*self.updated))
+            return self.codec.follow(self.parameters.of(*self.updated), asked=asked)
 
     def mark_followed(self) -> None:
         """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
         self.edits.unfollowed = False
-        if self.split is not None and self.resident:
-            self.edits.agree(self.parameters.of(*self.updated))
+        self.codec.followed()
 
-    def _reseed(self, params: Tensor, *, asked: bool = True) -> bool:
+    def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
+        """Copy to the masters the parameters that are not their cast. Returns if there were any."""
         assert self.master is not None
         with self.master.here(changed=False) as master:
             edited = self.edits.follow(master, params, self._brought, asked=asked or not self._silent)
@@ -496,12 +474,11 @@ class Buffer:
         else:
             self.tier.send(stored, master)
         self.edits.agree(stored if self.resident else None)
-        if self.split is not None and self.split.before is not None:
-            self.split.before.copy_(stored)
+        self.codec.wrote(stored)
 
     def follow_edits(self, *, asked: bool = True) -> None:
         """Copy edits of the gathered copy to what rests and to masters, and count them as new weights."""
-        edited = self._keep_edits(asked=asked)
+        edited = self.keep_edits(asked=asked)
         if self.seed_master(asked=asked) or edited:
             self.changed()
 

@@ -172,9 +172,14 @@ class Flat:
             if moved is not own:
                 own.copy_(moved)
 
+    @property
+    def lands_at_once(self) -> bool:
+        """True if this rank has private pages of what it wrote itself, which landing drops."""
+        return self.bucket.index in self.team.once
+
     def make_one(self) -> None:
         """Drop this rank's private pages of the host's shared copy, to read what owners wrote."""
-        if self.bucket.index in self.team.once:
+        if self.lands_at_once:
             self.redistribute().wait()
 
     def take(self, values: Tensor, *, fresh: bool) -> Event:

@@ -23,7 +23,7 @@ from .accumulator import Accumulator, Updater
 from .buffer import Buffer
 from .gradient import Gradients
 from .optim import Binding
-from .quantised import spread
+from .publish import publish
 from .schedule import Schedule
 
 _LOOP = "loss.backward(); optimizer.step(); optimizer.zero_grad()"
@@ -154,7 +154,7 @@ class InBackward(Updater):
 
     def ended(self) -> None:
         """Send all that this backward has updated to every rank."""
-        spread(sorted(self._updated, key=_index), overlap=self.schedule.settings.overlap)
+        publish(sorted(self._updated, key=_index), overlap=self.schedule.settings.overlap)
         for unit in self.schedule.units:
             if unit.pinned:
                 unit.gather(wait=True)

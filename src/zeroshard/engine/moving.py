@@ -14,7 +14,7 @@ from ..layout import Slot
 from ..tiers.tier import Part
 from .buffer import Buffer
 from .flat import Flat
-from .quantised import spread
+from .publish import publish
 from .schedule import Schedule
 
 EXCHANGING = "exchanging weights and averages"  # a meeting
@@ -119,10 +119,10 @@ class MovingAverage:
                 kept: Tensor = buffer.target.clone()
                 buffer.target.copy_(mean)
                 mean.copy_(kept)
-                if buffer.beside:
+                if buffer.codec.beside:
                     with buffer.parameters.here(fresh=buffer.rests == buffer.updated):
                         buffer.write_back()
-        spread(trained, overlap=self._overlap, outside=True)
+        publish(trained, overlap=self._overlap, outside=True)
 
 
 def updates_for(what: str, moving: MovingAverage | None) -> int:

@@ -32,7 +32,7 @@ from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
 from .options import Options, same
-from .quantised import spread
+from .publish import publish
 from .schedule import Schedule
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
@@ -419,10 +419,10 @@ class Binding:
             if not self._by_itself(buffer):
                 self._alone.write_back(buffer)
         once = any(buffer.team.once for buffer in self._updated)  # from here on ranks write memory that others read
-        once |= any(buffer.bucket.fp8 for buffer in self._updated)
+        once |= any(buffer.codec.agrees for buffer in self._updated)
         if once or any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
-        spread(self._updated, overlap=self.schedule.settings.overlap)
+        publish(self._updated, overlap=self.schedule.settings.overlap)
         self.schedule.after_step()
         given = self._averages.begin()
         self._show(

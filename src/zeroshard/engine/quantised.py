@@ -1,18 +1,18 @@
-"""An fp8 bucket, whose parameters rest and travel in 8 bits: how storing and gathering it differ from `Buffer`.
+"""The codec of an fp8 bucket, whose parameters rest and travel in 8 bits.
 
     masters, fp32            each step's scales are made from these, and then what rests
     parameters, 1 byte       the shard, or all of them: rest beside their masters at every stage; what a gather moves
     scales, 1 byte a tile    on every rank the same
     gathered, 16 or 32 bits  what modules compute with; the bytes arrive in the last of this memory, and are read there
 
-The rest of the engine treats such parameters as those that rest in another tier: gathered for use at every stage.
+Nothing else in the engine knows of it: such parameters are gathered for use at every stage, as those of other tiers.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from ..layout import Partition
 from ..numerics import COMPUTED, Precision, same_bits, simulated
 from ..tiers.tier import Offload
 from .buffer import Buffer
+from .codec import Plain
 from .gathered import alias
+from .publish import publish
 from .unit import Managed, Unit, matching
 
 ROUTERS = ("router", "gate")  # modules that choose experts by numbers close to each other
@@ -90,32 +92,35 @@ class Tiled(NamedTuple):
     held: slice  # which of the bucket's these are
 
 
-class QuantisedBuffer(Buffer):
-    """The memory of one bucket on one rank, whose parameters rest as `fp8` says."""
+class E4M3(Plain):
+    """The codec of one bucket on one rank, whose parameters rest as `fp8` says."""
 
-    def __init__(self, *args: Any, scaling: str, native: bool) -> None:
-        super().__init__(*args, native=native)
-        self.resident = False
-        self.grids = [fp8.grid(slot.shape, scaling) for slot in self.bucket.slots]
+    resident = False
+    of_masters = True
+    agrees = True
+
+    def __init__(self, buffer: Buffer, *, scaling: str) -> None:
+        super().__init__(buffer)
+        self.grids = [fp8.grid(slot.shape, scaling) for slot in buffer.bucket.slots]
         ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
         self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
-        self.scales = self.tier.reserve("scales", ends_at[-1], fp8.BYTE)
+        self.scales = buffer.tier.reserve("scales", ends_at[-1], fp8.BYTE)
         self._seen: Tensor | None = None  # scales that a step's masters ask for, which have left memory since
         self._arriving: Tensor | None = None  # the bytes that a gather brings
         self._apart = False  # are these in memory of their own?
 
+    # --- from masters to bytes --------------------------------------------------------------------------------------
+
     @property
     def beside(self) -> bool:
-        """False: a step cannot cast masters back by itself, as that needs all ranks. See `requantise`."""
+        """False: a step cannot cast masters back by itself, as that needs all ranks. See `agree`."""
         return False
-
-    # --- from masters to bytes --------------------------------------------------------------------------------------
 
     def _parts(self, first: int, last: int, scales: Tensor | None = None) -> Iterator[Tiled]:
         """Yield the part of each slot that is among elements [first, last). scales: those of this bucket, as they
         rest."""
         stood = fp8.as_fp32(self.scales if scales is None else scales)
-        for slot, tiles, held in zip(self.bucket.slots, self.grids, self._held, strict=True):
+        for slot, tiles, held in zip(self.buffer.bucket.slots, self.grids, self._held, strict=True):
             inside = slot.within(first, last)
             if inside.numel:
                 yield Tiled(slot.slice_of(first, last), tiles, inside.start, stood[held], held)
@@ -130,145 +135,156 @@ class QuantisedBuffer(Buffer):
         for part in self._parts(first, last, self.scales.to(masters.device)):
             fp8.quantise_(raw[part.where], masters[part.where], part.scales, part.tiles, part.first)
 
-    def _fill(self, resting: Tensor, source: Tensor) -> None:
-        self.scales.copy_(self._scales(source, 0, self.bucket.numel))
-        first, last = self.parameters.first, self.parameters.last
+    def encode(self, resting: Tensor, source: Tensor) -> None:
+        self.scales.copy_(self._scales(source, 0, self.buffer.bucket.numel))
+        first, last = self.buffer.parameters.first, self.buffer.parameters.last
         self._quantise(resting, source[first:last], first, last)
-        self.gathered.current = False  # it was not rounded, and goes at once
+        self.buffer.gathered.current = False  # it was not rounded, and goes at once
 
     def look(self) -> None:
-        """Keep the scales that these masters ask for, while a step still has them in memory."""
-        self._seen = self._scales(self.target, *self.updated)
+        self._seen = self._scales(self.buffer.target, *self.buffer.updated)
 
     def forget(self) -> None:
-        """Forget the scales that a step has left, because its masters have changed."""
         self._seen = None
+
+    @classmethod
+    @torch.no_grad()
+    def agree(cls, codecs: Sequence[Plain]) -> None:
+        """Quantise buckets anew from their masters. One small message for all tensors, a byte for each scale."""
+        found = [codec for codec in codecs if isinstance(codec, cls)]
+        scales = torch.cat([codec.scales_here().to(codec.scales.device) for codec in found])
+        scales = found[0].buffer.group.maximum(scales)
+        for codec, mine in zip(found, scales.split([len(codec.scales) for codec in found]), strict=True):
+            codec.requantise(mine)
 
     def scales_here(self) -> Tensor:
         """Return the scales that this rank's masters ask for."""
         if self._seen is not None:
             return self._seen
         try:
-            with self.updating.here(changed=False):
-                return self._scales(self.target, *self.updated)
+            with self.buffer.updating.here(changed=False):
+                return self._scales(self.buffer.target, *self.buffer.updated)
         except TierError as error:  # the others wait for an answer, and will hear of it
-            self._group.report(error)
+            self.buffer.group.report(error)
             return self.scales
 
     def requantise(self, scales: Tensor) -> None:
         """Quantise this rank's masters to new bytes, with the scales that all ranks agreed on."""
-        self.land()
+        buffer = self.buffer
+        buffer.land()
         self.scales.copy_(scales)
-        first, last = self.updated
-        copied = self.tier.ledger.note("copy", state="master", bucket=self.bucket.index, logical=last - first)
-        alone = self.placements.together  # all that rests here is written
+        first, last = buffer.updated
+        copied = buffer.tier.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=last - first)
+        alone = buffer.placements.together  # all that rests here is written
         try:
-            with self.updating.here(changed=False), self.parameters.here(fresh=alone) as resting:
+            with buffer.updating.here(changed=False), buffer.parameters.here(fresh=alone) as resting:
                 if alone:
                     resting.zero_()  # padding too
-                self._quantise(self.parameters.of(first, last), self.target, first, last)
+                self._quantise(buffer.parameters.of(first, last), buffer.target, first, last)
         except TierError as error:
-            self._group.report(error)
-        self.updating.behind()
-        self.parameters.behind()
+            buffer.group.report(error)
+        buffer.updating.behind()
+        buffer.parameters.behind()
         self.forget()
         ends(copied)
 
     # --- from bytes to what modules compute with --------------------------------------------------------------------
 
-    def _landing(self, *, kept: bool) -> Tensor:
+    def landing(self, *, in_use: bool) -> Tensor:
         """Return the last bytes of the memory to gather into; other memory if that is kept because it may be read."""
-        self._apart = kept
-        if kept:
-            self._arriving = self.tier.reserve("gather", self.bucket.numel, fp8.BYTE, zeroed=False)
+        self._apart = in_use
+        if in_use:
+            self._arriving = self.buffer.tier.reserve("gather", self.buffer.bucket.numel, fp8.BYTE, zeroed=False)
         else:
-            self._arriving = self.full.view(fp8.BYTE)[-self.bucket.numel :]
+            self._arriving = self.buffer.full.view(fp8.BYTE)[-self.buffer.bucket.numel :]
         return self._arriving
 
-    def land(self) -> None:
-        super().land()
+    def decode(self) -> None:
         if self._arriving is None:
             return
-        raw, self._arriving = self._arriving, None
+        buffer, raw, self._arriving = self.buffer, self._arriving, None
         # An interrupt leaves half of it read, and the other half overwritten: then this is to be gathered again.
-        current, self.gathered.current = self.gathered.current, False
+        current, buffer.gathered.current = buffer.gathered.current, False
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._dequantise(alias(self.full), raw)
-                self.users.filled()
+                self._dequantise(alias(buffer.full), raw)
+                buffer.users.filled()
         finally:
             if self._apart:
-                self.tier.give_back("gather", raw)
-        self.gathered.current = current
-        if self.edits.reachable:
-            self.edits.agree(self._mine)
+                buffer.tier.give_back("gather", raw)
+        buffer.gathered.current = current
+        if buffer.edits.reachable:
+            buffer.edits.agree(buffer.mine)
 
     def _dequantise(self, full: Tensor, raw: Tensor) -> None:
         end = 0
-        for part in self._parts(0, self.bucket.numel):
+        for part in self._parts(0, self.buffer.bucket.numel):
             full[end : part.where.start] = 0  # padding, which ranks compare
             fp8.dequantise_(full[part.where], raw[part.where], part.scales, part.tiles)
             end = part.where.stop
         full[end:] = 0
 
-    def open(self) -> None:
-        self.land()
-        if self.gathered.open():
-            self.edits.opened(self.full, self._mine)
+    @property
+    def opened(self) -> Tensor | None:
+        return self.buffer.mine
 
     def recovery_copy(self) -> Tensor:
-        whole = torch.zeros(self.bucket.numel, dtype=fp8.BYTE, device=self.tier.device)
-        first, last = self.owned
-        self.parameters.copy(first, whole[first:last])
-        return whole
+        return self._own_shard(fp8.BYTE)
 
     # --- edits ------------------------------------------------------------------------------------------------------
 
     def edited(self) -> bool:
         """Tell if the gathered copy of this rank's shard differs from the bytes that rest."""
-        if simulated(self.full) or not (self.ready and self.edits.reachable):
+        buffer = self.buffer
+        if simulated(buffer.full) or not (buffer.ready and buffer.edits.reachable):
             return False
-        self.land()
-        self.rebind()
-        mine = self._mine
-        if self.edits.untouched(mine):
+        buffer.land()
+        buffer.rebind()
+        mine, parameters = buffer.mine, buffer.parameters
+        if buffer.edits.untouched(mine):
             return False
-        with self.parameters.here(changed=False) as resting:
+        with parameters.here(changed=False) as resting:
             return not all(
                 same_bits(numbers.to(mine.device), mine[part.where][where])
-                for part in self._parts(self.parameters.first, self.parameters.last, self.scales.to(resting.device))
+                for part in self._parts(parameters.first, parameters.last, self.scales.to(resting.device))
                 for where, numbers in self._numbers(resting, part)
             )
 
     def _numbers(self, resting: Tensor, part: Tiled) -> Iterator[tuple[slice, Tensor]]:
-        return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.dtype, part.first)
+        return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.buffer.dtype, part.first)
 
-    def _keep_edits(self, *, asked: bool = True) -> bool:
+    def take_back(self, *, asked: bool) -> bool:
         """Report an edit, which one rank alone cannot follow since scales are all ranks' together. Returns False."""
-        try:
-            edited = self.edited()
-        except TierError as error:
-            self._group.report(error)
-            return False
-        if edited:
-            self._group.report(
+        buffer = self.buffer
+        if self.reported(self.edited):
+            first, last = buffer.bucket.slots[0].name, buffer.bucket.slots[-1].name
+            buffer.group.report(
                 StateError(
                     "weights that rest in 8 bits were edited outside gathered(), or used inside it after an edit",
-                    where=f"rank {self._group.rank}, among parameters {self.bucket.slots[0].name!r} to "
-                    f"{self.bucket.slots[-1].name!r}",
+                    where=f"rank {buffer.group.rank}, among parameters {first!r} to {last!r}",
                     instead="with zero.gathered(): edit   (on every rank), and leave it before the next forward or "
                     "step. The edit is lost. Or leave them out of Precision(fp8=...), and edits count anywhere",
                 )
             )
-            self.edits.agree(self._mine)
+            buffer.edits.agree(buffer.mine)
         return False
+
+    def reported(self, look: Callable[[], bool | None]) -> bool:
+        """Return what `look` returns; on a `TierError` report it to all ranks, which are about to meet, and return
+        False."""
+        try:
+            return bool(look())
+        except TierError as error:
+            self.buffer.group.report(error)
+            return False
 
     def take_edits(self) -> None:
         """Copy edits of the gathered copy to the masters that this rank updates."""
-        first, last = self.updated
-        seen, bits = self.full[first:last], torch.int16 if self.dtype.itemsize == 2 else torch.int32
-        with self.updating.here(), self.parameters.here(changed=False):
-            resting, target = self.parameters.of(first, last), self.target
+        buffer = self.buffer
+        first, last = buffer.updated
+        seen, bits = buffer.full[first:last], torch.int16 if buffer.dtype.itemsize == 2 else torch.int32
+        with buffer.updating.here(), buffer.parameters.here(changed=False):
+            resting, target = buffer.parameters.of(first, last), buffer.target
             for part in self._parts(first, last, self.scales.to(resting.device)):
                 for where, found in self._numbers(resting, part):
                     own, now = target[part.where][where], seen[part.where][where].to(target.device)
@@ -276,59 +292,15 @@ class QuantisedBuffer(Buffer):
                     torch.where(numbers.view(bits) != now.view(bits), now.to(own.dtype), own, out=own)
 
 
-def spread(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) -> None:
-    """Send updated parameters to every rank: the same buckets on all ranks. outside: no step made the update."""
-    for buffer in buffers if outside else ():
-        if isinstance(buffer, QuantisedBuffer):
-            buffer.forget()
-        buffer.changed()
-        buffer.gathered.current &= buffer.resident
-    requantise(buffers)
-    for buffer in buffers:
-        buffer.spread(overlap=overlap)
-    for buffer in buffers:
-        if buffer.bucket.index in buffer.team.once:
-            # Landing drops what this rank wrote itself, so it ends before the program can write to fragments again.
-            buffer.land()
-
-
-def look(buffer: Buffer) -> None:
-    """Let an fp8 bucket look at its masters after a step of it alone, while these are in memory."""
-    if isinstance(buffer, QuantisedBuffer):
-        buffer.look()
-
-
-def requantise(buffers: Sequence[Buffer]) -> None:
-    """Quantise fp8 buckets anew from their masters. One small message for all tensors, a byte for each scale."""
-    found = [buffer for buffer in buffers if isinstance(buffer, QuantisedBuffer)]
-    if not found:
-        return
-    with torch.no_grad():
-        scales = torch.cat([buffer.scales_here().to(buffer.scales.device) for buffer in found])
-        scales = found[0]._group.maximum(scales)
-        for buffer, mine in zip(found, scales.split([len(buffer.scales) for buffer in found]), strict=True):
-            buffer.requantise(mine)
-
-
-def _reported(buffer: QuantisedBuffer, look: Callable[[], bool | None]) -> bool:
-    """Return what `look` returns; on a `TierError` report it to all ranks, which are about to meet, and return
-    False."""
-    try:
-        return bool(look())
-    except TierError as error:
-        buffer._group.report(error)
-        return False
-
-
-def _on_any_rank(buffers: list[QuantisedBuffer], mine: list[bool]) -> list[QuantisedBuffer]:
-    """Return the buffers for which some rank says yes. Raises on every rank if one has reported an error."""
-    if not buffers:
+def _on_any_rank(codecs: list[E4M3], mine: list[bool]) -> list[E4M3]:
+    """Return the codecs for which some rank says yes. Raises on every rank if one has reported an error."""
+    if not codecs:
         return []
-    group = buffers[0]._group
+    group = codecs[0].buffer.group
     *flags, failed = group.flags(bytes([*mine, group.failed is not None]))
     if failed:
         group.fail()
-    return [buffer for buffer, flag in zip(buffers, flags, strict=True) if flag]
+    return [codec for codec, flag in zip(codecs, flags, strict=True) if flag]
 
 
 @torch.no_grad()
@@ -339,25 +311,26 @@ def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
     that are not fp8, which each follow by themselves.
     """
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    found = [buffer for buffer in buffers if isinstance(buffer, QuantisedBuffer)]
+    found = [buffer.codec for buffer in buffers if isinstance(buffer.codec, E4M3)]
     others = [buffer for buffer in buffers if not buffer.bucket.fp8]
     if not found:
         return others
-    for buffer in found if write_from is not None else ():
+    for buffer in (codec.buffer for codec in found) if write_from is not None else ():
         assert write_from is not None
         buffer.rebind()
-        buffer._group.give_all(buffer.full, buffer.bucket, write_from)
+        buffer.group.give_all(buffer.full, buffer.bucket, write_from)
         if not buffer.placements.optimizer:  # bytes of it may agree where masters do not
             buffer.updating.give_all(write_from)
-    edited = _on_any_rank(found, [_reported(buffer, buffer.edited) for buffer in found])
+    codecs = _on_any_rank(found, [codec.reported(codec.edited) for codec in found])
+    edited = [codec.buffer for codec in codecs]
     if edited:
-        found[0]._group.torn = "gathered() was left with edits of which only some had reached the masters"
-    for buffer in edited:
+        edited[0].group.torn = "gathered() was left with edits of which only some had reached the masters"
+    for codec, buffer in zip(codecs, edited, strict=True):
         if not buffer.placements.optimizer:  # where every rank updates everything, each element's owner says what it is
             buffer.team.gather(alias(buffer.full), buffer.bucket, "parameters").wait()
-        _reported(buffer, buffer.take_edits)
-    _on_any_rank(edited, [False] * len(edited))
-    spread(edited, overlap=False, outside=True)
+        codec.reported(codec.take_edits)
+    _on_any_rank(codecs, [False] * len(codecs))
+    publish(edited, overlap=False, outside=True)
     for buffer in edited:
         buffer.gather().wait()
         buffer.land()

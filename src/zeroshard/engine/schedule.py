@@ -443,7 +443,7 @@ class Schedule:
 
     def recovery_copy(self, bucket: int, state: str) -> Tensor | None:
         found = [buffer for buffer in self._buffers if buffer.bucket.index == bucket and state == "parameters"]
-        return found[0].recovery_copy() if found else None
+        return found[0].codec.recovery_copy() if found else None
 
     def levelled(self, drop: bool) -> None:
         self.script.forget()
@@ -465,7 +465,7 @@ class Schedule:
 
     def spread(self) -> None:
         for buffer in self._buffers:
-            buffer.spread(overlap=False)
+            buffer.publish(overlap=False)
 
     # --- what else gathers ------------------------------------------------------------------------------------------
 

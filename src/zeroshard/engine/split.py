@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +22,11 @@ from ..events import DEVICE, HOST
 from ..headroom import SPLIT_BITS
 from ..numerics import join_, split_
 from ..tiers.tier import DeviceTier, Rest, Tier
+from .codec import Plain
 from .flat import Flat
+
+if TYPE_CHECKING:
+    from .buffer import Buffer
 
 JOINED = "joined"  # in the ledger: a bucket's masters inside `here()`, and `Split.before`
 
@@ -166,3 +171,53 @@ class Split(Rest):
     def behind(self) -> None:
         self.planes.behind()
         self.parameters.behind()
+
+
+class SplitOf(Plain):
+    """The codec of parameters whose masters rest as the bits that they lack.
+
+    The lower half of a master says nothing of an edited parameter, and only the parameters from before would tell which
+    elements were edited: they are kept inside `gathered()`, see `keep`.
+    """
+
+    alone = True
+    asks = True  # joined halves would have to be split
+
+    def __init__(self, buffer: Buffer, masters: Tensor) -> None:
+        """masters: the first, of which the parameters are the cast."""
+        super().__init__(buffer)
+        self.rest = Split(buffer.parameters, *buffer.updated, buffer.tiers["optimizer"], buffer.tier)
+        self.rest.seed(masters)
+        self.rest.behind()
+        self.followed()
+
+    def wrote(self, stored: Tensor) -> None:
+        if self.rest.before is not None:
+            self.rest.before.copy_(stored)
+
+    def before_taking_back(self) -> None:
+        self.buffer.reseed(self.buffer.full[slice(*self.buffer.updated)])  # beside what it is the lower half of
+
+    def follow(self, params: Tensor, *, asked: bool) -> bool:
+        if self.rest.before is None or not self.buffer.reseed(params):
+            return False
+        self.rest.before.copy_(params)
+        return True
+
+    def followed(self) -> None:
+        if self.buffer.resident:
+            self.buffer.edits.agree(self.buffer.parameters.of(*self.buffer.updated))
+
+    def keep(self) -> bool:
+        return self.rest.keep()
+
+    def forget_kept(self) -> None:
+        self.rest.forget_kept()
+
+    def lost_edit(self) -> bool | Tensor:
+        buffer = self.buffer
+        if not buffer.resident or self.rest.before is not None:
+            return False
+        buffer.land()
+        buffer.rebind()
+        return buffer.edits.differ(buffer.parameters.of(*buffer.updated))

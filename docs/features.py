@@ -231,7 +231,7 @@ FEATURES = {
 RING_A = (
     "errors.py", "events.py", "stage.py", "layout.py", "numerics.py",
     "ranks/transport.py", "ranks/process_group.py",
-    "engine/flat.py", "engine/gathered.py", "engine/buffer.py", "engine/unit.py", "engine/accumulator.py",
+    "engine/codec.py", "engine/flat.py", "engine/gathered.py", "engine/buffer.py", "engine/unit.py", "engine/accumulator.py",
     "engine/sharded_grad.py", "engine/gradient.py", "engine/pending.py", "engine/reduction.py",
     "engine/script.py", "engine/backward.py", "engine/schedule.py",
     "engine/fragment.py", "engine/averages.py", "engine/hooks.py", "engine/optim.py",

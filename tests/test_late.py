@@ -23,6 +23,7 @@ import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine.alone import Alone
 from zeroshard.engine.buffer import Buffer
+from zeroshard.engine.edits import Edits
 from zeroshard.engine.fragment import States
 from zeroshard.engine.in_backward import InBackward
 from zeroshard.engine.reduction import Reduction
@@ -33,7 +34,7 @@ SIZES = (7, 40, 33, 21, 5)
 STEPS = 3
 PLACES = [
     (Alone, "step"), (Alone, "write_back"),
-    (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "publish"), (Buffer, "follow_edits"),
+    (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "publish"), (Edits, "follow"),
     (InBackward, "landed"), (InBackward, "update_first"), (InBackward, "ended"),
     (Reduction, "_land_first"), (Reduction, "_store"), (Reduction, "_send"),
     (States, "present"), (Rest, "here"), (Passing, "forget"), (FileRest, "here"),

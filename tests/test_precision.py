@@ -373,7 +373,9 @@ def stored(**precision):
         F.mse_loss(model(torch.ones(4, 16, dtype=model[0].weight.dtype)).float(), torch.ones(4, 16)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        assert all(buffer.casts != bool(zero.ledger().held.get("parameters")) for buffer in zero._engine.buffers)
+        assert all(
+            buffer.codec.of_masters != bool(zero.ledger().held.get("parameters")) for buffer in zero._engine.buffers
+        )
     return frozen, zero.ledger().held.get("parameters", 0)
 
 

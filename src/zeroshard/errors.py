@@ -26,6 +26,8 @@ class Error(Exception):
     Reads as one line per fact: what failed, where, what was expected, what was found, what to write instead.
     """
 
+    agreed = False  # do all ranks raise it together, so that none waits for another that has heard of it?
+
     def __init__(
         self, what: str, *, where: object = None, expected: object = None, got: object = None, instead: object = None
     ) -> None:
@@ -49,6 +51,8 @@ class ReleasedError(StateError):
 class TierError(Error, RuntimeError):
     """A file that a state rests in cannot be made, read or written: what the model holds is not to be trusted."""
 
+    agreed = True
+
 
 class CheckpointError(Error, RuntimeError):
     """A checkpoint cannot be written, is damaged or incomplete, or is of another model."""
@@ -61,6 +65,7 @@ class NotFiniteError(Error, ArithmeticError):
 class PeerError(Error, RuntimeError):
     """The ranks disagree about what they are doing, or one of them is gone."""
 
+    agreed = True
     parted = False  # were some ranks leaving `gathered()` when they found that? Then it is left without another meeting
 
 

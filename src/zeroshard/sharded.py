@@ -364,7 +364,7 @@ class Engine:
             if write_from is not None:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
                 self.group.give_all(buffer.full, buffer.bucket, write_from)
-            buffer.follow_edits()
+            buffer.edits.follow()
             if write_from is not None and buffer.master is not None and not buffer.placements.optimizer:
                 buffer.master.give_all(write_from)  # casts of it may agree where masters do not
             if not buffer.placements.parameters and write_from is None:
@@ -403,7 +403,7 @@ class Engine:
             buffer.land()
             buffer.rebind()
             if weights and (buffer.resident or buffer.ready):
-                buffer.follow_edits()
+                buffer.edits.follow()
         if what != "loading":
             self._compare(self.buffers)
 

@@ -439,7 +439,7 @@ def renew(running: ModelState) -> None:
         param.grad = None
     for buffer in running.buffers:
         buffer.gathered.current &= buffer.resident
-        buffer.mark_followed()
+        buffer.edits.mark_followed()
         buffer.changed()
         buffer.parameters.make_one()
 

@@ -126,7 +126,7 @@ def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
     The lower half of a master says nothing of an edited weight, and only the weights from before would tell which
     elements were edited. They are kept inside `gathered()` alone.
     """
-    found = [buffer.codec.lost_edit() for buffer in buffers]
+    found = [buffer.edits.lost() for buffer in buffers]
     answers = [each for each in found if isinstance(each, Tensor)]
     if not (any(each is True for each in found) or (answers and ask(torch.stack(answers).any()))):
         return

@@ -26,7 +26,7 @@ class Alone:
         """Update one bucket. given: the ids of the fragments that are to have a gradient, in this bucket or another."""
         fragments = self._states.of(buffer)
         with self._states.present(buffer):
-            if buffer.seed_master(asked=False):
+            if buffer.edits.seed_master(asked=False):
                 buffer.changed()
             accumulator.spread_average(kept=not accumulator.sum.in_file).wait()
             self._averages.give(fragments, given)

@@ -16,10 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ..device import TO_THE_HOST, asynchronous, given, users
-from ..errors import StateError, TierError
+from ..device import TO_THE_HOST, given, users
 from ..events import DEVICE, ends
-from ..layout import Bucket, Slot, slot_at
+from ..layout import Bucket, Slot
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
@@ -111,15 +110,15 @@ class Buffer:
         self.gathered = Gathered(bucket, params, self.dtype, tier)
         at = {state: resting.name for state, resting in self.tiers.items()}
         self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
-        self.parameters: Flat  # at rest; the masters where these are all that rests, see `casts`
+        self.parameters: Flat  # at rest; the masters where these are all that rests: `Cast`
         self.master: Flat | None = None
-        self.edits = Edits(anywhere=self.masters is Master.SPLIT)
+        self.edits = Edits(self, anywhere=self.masters is Master.SPLIT)
         self.gradients: Flat | None = None
         self.codec = codec(self)
         self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].name == DEVICE
         self._work: list[Work] = []
         self.users = users(tier.device)  # of the gathered copy
-        self._starts = [slot.start for slot in bucket.slots]
+        self.starts = [slot.start for slot in bucket.slots]
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -182,6 +181,7 @@ class Buffer:
         if self.masters is Master.SPLIT:
             self.codec = split = SplitOf(self, values)
             self.master = Flat(self.bucket, self.group, split.rest, self.formats.master, degree, "master")
+            self.edits.mark_followed()
             return
         self.master = self.reserve("master", self.formats.master, degree)
         with self.master.here(fresh=True) as master:
@@ -201,15 +201,10 @@ class Buffer:
             resting = self.parameters
             with resting.here(changed=False):
                 self._make_master(resting.of(*self.updated))
-            if self.casts:
+            if self.codec.of_masters:
                 self.tier.give_back("parameters", resting.tensor)
 
     # --- what kind of bucket this is --------------------------------------------------------------------------------
-
-    @property
-    def casts(self) -> bool:
-        """True if only masters rest of the parameters: a gather casts them, and no copy is kept beside them."""
-        return self.parameters is self.master
 
     @property
     def by_itself(self) -> bool:
@@ -369,7 +364,7 @@ class Buffer:
             return True
         self.land()
         self.edits.look_at(self.full)
-        self.keep_edits(asked=False)
+        self.edits.keep(asked=False)
         self.gathered.current = False
         if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
             return False
@@ -380,81 +375,11 @@ class Buffer:
         ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=nbytes))
         return True
 
-    # --- edits ------------------------------------------------------------------------------------------------------
+    # --- new weights ------------------------------------------------------------------------------------------------
 
     def rebind(self) -> None:
         """Copy a replaced `.data` into the parameter's slot, and make the parameter a view of it again."""
         self.gathered.rebind()
-
-    def keep_edits(self, *, asked: bool = True) -> bool:
-        """Copy edits of the gathered copy to what rests. Returns if there were any.
-
-        If not `asked`, here and below, the host does not wait for a device: edits are copied, but it may return False.
-        """
-        if self.resident or not (self.ready and self.edits.reachable):
-            return False  # nothing gathered, only a copy that the last step made old, or one that no code could reach
-        with torch.inference_mode(False), torch.no_grad():
-            return self.codec.take_back(asked=asked)
-
-    def take_back_to_masters(self, *, asked: bool) -> bool:
-        """Copy edits of the gathered copy to the masters, which are all that rests. Returns if there were any."""
-        self.rebind()
-        return self.reseed(self.mine, asked=asked)
-
-    def take_back(self, *, asked: bool) -> bool:
-        """Copy edits of the gathered copy to parameters that rest in the same format. Returns if there were any."""
-        self.rebind()
-        try:
-            silent = not asked and self._silent and not self.parameters.in_file
-            if not silent and self.parameters.rest.same_as(self.mine):
-                return False
-            self.codec.before_taking_back()
-            if silent and self.parameters.pinned:
-                self.parameters.rest.take(0, mine := self.mine.clone(), fresh=True)
-                given(mine, TO_THE_HOST)
-            else:
-                with self.parameters.here(fresh=True) as resting:
-                    resting.copy_(self.mine)
-        except TierError as error:
-            self.group.report(error)
-        self.edits.unfollowed = not self.codec.asks
-        return not silent
-
-    @property
-    def _silent(self) -> bool:
-        """True if edits can be copied without asking if there are any."""
-        return not self.codec.asks and asynchronous(self.full.device)
-
-    def seed_master(self, *, asked: bool = True) -> bool:
-        """Copy edits of resting parameters to their masters. Returns if anything was edited."""
-        if self.master is None or self.casts or not (self.resident or self.edits.unfollowed):
-            return False
-        self.edits.unfollowed = False
-        with self.parameters.here(changed=False):
-            return self.codec.follow(self.parameters.of(*self.updated), asked=asked)
-
-    def mark_followed(self) -> None:
-        """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
-        self.edits.unfollowed = False
-        self.codec.followed()
-
-    def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
-        """Copy to the masters the parameters that are not their cast. Returns if there were any."""
-        assert self.master is not None
-        with self.master.here(changed=False) as master:
-            edited = self.edits.follow(master, params, self._brought, asked=asked or not self._silent)
-            with self.master.here(changed=edited):
-                return edited
-
-    def _brought(self, params: Tensor, master: Tensor) -> Tensor:
-        """Return the parameters that the masters may have to follow where these are."""
-        if params.device == master.device:
-            return params
-        if master.is_cpu:
-            return self.tier.fetch(params, params.dtype)
-        brought = torch.empty_like(params, device=master.device)  # of those that rest
-        self.parameters.rest.give(self.updated[0] - self.parameters.first, brought)
-        return brought
 
     def write_back(self) -> None:
         """Cast the masters to the parameters that rest beside them; inside here()."""
@@ -476,12 +401,6 @@ class Buffer:
         self.edits.agree(stored if self.resident else None)
         self.codec.wrote(stored)
 
-    def follow_edits(self, *, asked: bool = True) -> None:
-        """Copy edits of the gathered copy to what rests and to masters, and count them as new weights."""
-        edited = self.keep_edits(asked=asked)
-        if self.seed_master(asked=asked) or edited:
-            self.changed()
-
     def changed(self) -> None:
         """Count a new generation of weights: tensors saved of older ones must not be used."""
         self.generation += 1
@@ -490,26 +409,3 @@ class Buffer:
             if not self.resident:  # views of the gathered copy, which the program may hold
                 torch.autograd.graph.increment_version(self.full)
                 self.edits.not_an_edit()
-
-    # --- what saved notes ask ---------------------------------------------------------------------------------------
-
-    def slot_at(self, element: int) -> int:
-        return slot_at(self._starts, element)
-
-    def version_of(self, slot: int) -> int:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.params[slot]._version
-
-    def name_of(self, slot: int) -> str:
-        return self.bucket.slots[slot].name
-
-    def fetch(self) -> None:
-        """Gather the weights for autograd, or raise `StateError`."""
-        self.reader.fetch(self)
-        if not self.ready:
-            raise StateError(
-                "a weight needed by backward could not be gathered",
-                where=f"parameter {self.bucket.slots[0].name!r}",
-                instead="run backward on every rank",
-            )
-        self.land()

@@ -93,18 +93,23 @@ class Plain:
     # --- edits --------------------------------------------------------------------------------------------------------
 
     def take_back(self, *, asked: bool) -> bool:
-        """Copy edits of the gathered copy to what rests. Returns if there were any; see `Buffer.keep_edits`."""
-        return self.buffer.take_back(asked=asked)
+        """Copy edits of the gathered copy to what rests. Returns if there were any; see `Edits.keep`."""
+        return self.buffer.edits.take_back(asked=asked)
 
     def before_taking_back(self) -> None:
         """Copy edits of the gathered copy to masters that what rests is needed for."""
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
         """Copy edits of these parameters, which rest, to their masters. Returns if there were any."""
-        return self.buffer.reseed(params, asked=asked)
+        return self._to_masters(params, asked=asked)
 
-    def followed(self) -> None:
-        """Take note that the resting parameters are the cast of their masters."""
+    def _to_masters(self, params: Tensor, *, asked: bool = True) -> bool:
+        return self.buffer.edits.reseed(params, asked=asked)
+
+    @property
+    def follows(self) -> bool:
+        """True if masters can follow an edit of parameters that rest, wherever the program makes it."""
+        return True
 
     def keep(self) -> bool:
         """Keep what masters need to follow edits of parameters that rest, until `forget_kept`. Returns if it began."""
@@ -112,11 +117,6 @@ class Plain:
 
     def forget_kept(self) -> None:
         """Give back what `keep` kept."""
-
-    def lost_edit(self) -> bool | Tensor:
-        """Tell if parameters that rest were edited where their masters could not follow. On a device the answer stays
-        there."""
-        return False
 
 
 class Cast(Plain):
@@ -137,4 +137,4 @@ class Cast(Plain):
         return self.buffer.mine
 
     def take_back(self, *, asked: bool) -> bool:
-        return self.buffer.take_back_to_masters(asked=asked)
+        return self.buffer.edits.take_back_to_masters(asked=asked)

@@ -1,4 +1,4 @@
-"""Detection of edits of a bucket's weights: before weights are released, stepped, saved or gathered anew.
+"""Edits of a bucket's weights, found and followed before weights are released, stepped, saved or gathered anew.
 
 The program may write into an open parameter at any time, so the only proof is in the bits: a digest of the parameters,
 taken when they were last the cast of the masters. Mostly none is needed, because no code could reach the gathered copy.
@@ -8,21 +8,26 @@ On a device a step does not ask at all, since it would wait for the answer: it c
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..device import ask
+from ..device import TO_THE_HOST, ask, asynchronous, given
 from ..digests import differ, fingerprint
+from ..errors import TierError
 from ..numerics import reseed_
+
+if TYPE_CHECKING:
+    from .buffer import Buffer
 
 
 class Edits:
-    """The evidence for edits of one bucket's weights since they were last looked at."""
+    """Edits of one bucket's weights since they were last looked at: the evidence, and what is done with them."""
 
-    def __init__(self, *, anywhere: bool = False) -> None:
+    def __init__(self, buffer: Buffer, *, anywhere: bool = False) -> None:
         """anywhere: take digests of weights in a device's memory too."""
+        self._buffer = buffer
         self._digest = functools.partial(fingerprint, anywhere=anywhere)
         self.reachable = True  # could the program have edited the gathered copy since it came?
         self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
@@ -65,16 +70,105 @@ class Edits:
         device the answer stays there."""
         return differ(self._digest(params), self._agreed)
 
-    def follow(self, master: Tensor, params: Tensor, bring: Callable[[Tensor, Tensor], Tensor], *, asked: bool) -> bool:
+    # --- what is done with an edit ------------------------------------------------------------------------------------
+
+    def follow(self, *, asked: bool = True) -> None:
+        """Copy edits of the gathered copy to what rests and to masters, and count them as new weights.
+
+        If not `asked`, here and below, the host does not wait for a device: edits are copied, but it may return False.
+        """
+        kept = self.keep(asked=asked)
+        if self.seed_master(asked=asked) or kept:
+            self._buffer.changed()
+
+    def keep(self, *, asked: bool = True) -> bool:
+        """Copy edits of the gathered copy to what rests. Returns if there were any."""
+        if self._buffer.resident or not (self._buffer.ready and self.reachable):
+            return False  # nothing gathered, only a copy that the last step made old, or one that no code could reach
+        with torch.inference_mode(False), torch.no_grad():
+            return self._buffer.codec.take_back(asked=asked)
+
+    def take_back_to_masters(self, *, asked: bool) -> bool:
+        """Copy edits of the gathered copy to the masters, which are all that rests. Returns if there were any."""
+        self._buffer.rebind()
+        return self.reseed(self._buffer.mine, asked=asked)
+
+    def take_back(self, *, asked: bool) -> bool:
+        """Copy edits of the gathered copy to parameters that rest in the same format. Returns if there were any."""
+        buffer, parameters = self._buffer, self._buffer.parameters
+        buffer.rebind()
+        try:
+            silent = not asked and self._silent and not parameters.in_file
+            if not silent and parameters.rest.same_as(buffer.mine):
+                return False
+            buffer.codec.before_taking_back()
+            if silent and parameters.pinned:
+                parameters.rest.take(0, mine := buffer.mine.clone(), fresh=True)
+                given(mine, TO_THE_HOST)
+            else:
+                with parameters.here(fresh=True) as resting:
+                    resting.copy_(buffer.mine)
+        except TierError as error:
+            buffer.group.report(error)
+        self.unfollowed = not buffer.codec.asks
+        return not silent
+
+    @property
+    def _silent(self) -> bool:
+        """True if edits can be copied without asking if there are any."""
+        return not self._buffer.codec.asks and asynchronous(self._buffer.full.device)
+
+    def seed_master(self, *, asked: bool = True) -> bool:
+        """Copy edits of resting parameters to their masters. Returns if anything was edited."""
+        buffer = self._buffer
+        if buffer.master is None or buffer.codec.of_masters or not (buffer.resident or self.unfollowed):
+            return False
+        self.unfollowed = False
+        with buffer.parameters.here(changed=False):
+            return buffer.codec.follow(buffer.parameters.of(*buffer.updated), asked=asked)
+
+    def mark_followed(self) -> None:
+        """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
+        buffer, self.unfollowed = self._buffer, False
+        if buffer.codec.asks and buffer.resident:
+            self.agree(buffer.parameters.of(*buffer.updated))
+
+    def lost(self) -> bool | Tensor:
+        """Tell if parameters that rest were edited where their masters could not follow. On a device the answer stays
+        there."""
+        buffer = self._buffer
+        if not buffer.resident or buffer.codec.follows:
+            return False
+        buffer.land()
+        buffer.rebind()
+        return self.differ(buffer.parameters.of(*buffer.updated))
+
+    def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
         """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`.
 
-        bring: returns parameters where the master is. A digest is only kept up, never begun, here.
+        A digest is only kept up, never begun, here.
         """
-        now = None if self._agreed is None else self._digest(params)
-        changed = now is None or _told(differ(now, self._agreed))
-        edited = changed and reseed_(master, bring(params, master), asked=asked)
-        self._agreed = now
-        return edited
+        state = self._buffer.master
+        assert state is not None
+        with state.here(changed=False) as master:
+            now = None if self._agreed is None else self._digest(params)
+            changed = now is None or _told(differ(now, self._agreed))
+            asked = asked or not self._silent
+            edited = changed and reseed_(master, self._brought(params, master), asked=asked)
+            self._agreed = now
+            with state.here(changed=edited):
+                return edited
+
+    def _brought(self, params: Tensor, master: Tensor) -> Tensor:
+        """Return the parameters that the masters may have to follow where these are."""
+        buffer = self._buffer
+        if params.device == master.device:
+            return params
+        if master.is_cpu:
+            return buffer.tier.fetch(params, params.dtype)
+        brought = torch.empty_like(params, device=master.device)  # of those that rest
+        buffer.parameters.rest.give(buffer.updated[0] - buffer.parameters.first, brought)
+        return brought
 
 
 def _told(answer: bool | Tensor) -> bool:

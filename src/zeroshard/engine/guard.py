@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..device import current
 from ..errors import StateError
+from ..layout import Bucket, slot_at
 
 _GETTERS = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta",
@@ -236,19 +237,37 @@ def _open_for_fast_path(module: Any, args: Any) -> None:
 class Source(Protocol):
     """The buffer that a note points into, as the note needs it."""
 
+    bucket: Bucket
+    params: list[nn.Parameter]
+    starts: list[int]  # of slots
     generation: int
     unnoted: bool  # may autograd have saved a parameter itself?
+    reader: Any
 
     @property
     def full(self) -> Tensor: ...
 
-    def slot_at(self, element: int) -> int: ...
+    @property
+    def ready(self) -> bool: ...
 
-    def version_of(self, slot: int) -> int: ...
+    def land(self) -> None: ...
 
-    def name_of(self, slot: int) -> str: ...
 
-    def fetch(self) -> None: ...
+def _fetch(source: Source) -> None:
+    """Gather the weights for autograd, or raise `StateError`."""
+    source.reader.fetch(source)
+    if not source.ready:
+        raise StateError(
+            "a weight needed by backward could not be gathered",
+            where=f"parameter {source.bucket.slots[0].name!r}",
+            instead="run backward on every rank",
+        )
+    source.land()
+
+
+def _version_of(source: Source, slot: int) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return source.params[slot]._version
 
 
 class SavedWeight(NamedTuple):
@@ -268,17 +287,18 @@ class SavedWeight(NamedTuple):
 
     @outside
     def restore(self) -> Tensor:
-        self.source.fetch()
+        _fetch(self.source)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             # A graph of the backward itself is wanted (create_graph=True): what the running node saves of a weight is
             # a note too. Autograd gives each node a stack of hooks of its own, so this one need not be popped.
             self.keeper.push()
-        if self.generation != self.source.generation or self.version != self.source.version_of(self.slot):
+        version = _version_of(self.source, self.slot)
+        if self.generation != self.source.generation or self.version != version:
             raise StateError(
                 "a weight was changed between forward and backward by an inplace operation",
-                where=f"parameter {self.source.name_of(self.slot)!r}",
+                where=f"parameter {self.source.bucket.slots[self.slot].name!r}",
                 expected=f"version {self.version} of generation {self.generation}",
-                got=f"version {self.source.version_of(self.slot)} of generation {self.source.generation}",
+                got=f"version {version} of generation {self.source.generation}",
                 instead="call backward before optimizer.step() or any edit of the weights",
             )
         with torch.no_grad():
@@ -394,7 +414,7 @@ class SavedTensors:
             source = self._sources.get(tensor.untyped_storage()._cdata)
             if source is not None:
                 offset = tensor.storage_offset()
-                slot = source.slot_at(offset * tensor.itemsize // source.full.itemsize)
+                slot = slot_at(source.starts, offset * tensor.itemsize // source.full.itemsize)
                 if below is not None and getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
                     # It counts what is saved, and must count the same in forward and when it recomputes: where it was
                     # registered as a module's hook, it is above our pair in one and below in the other.
@@ -409,7 +429,7 @@ class SavedTensors:
                     tensor.is_conj(),
                     tensor.is_neg(),
                     slot,
-                    source.version_of(slot),
+                    _version_of(source, slot),
                     source.generation,
                 )
         if below is not None:

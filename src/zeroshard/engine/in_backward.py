@@ -142,7 +142,7 @@ class InBackward(Updater):
             if not buffer.resident and not unit.pinned:  # its weights are not needed any more in this backward
                 buffer.close()
                 buffer.release()
-            buffer.follow_edits(asked=False)  # the update itself makes older graphs old
+            buffer.edits.follow(asked=False)  # the update itself makes older graphs old
             self._updated.append(buffer)
             for binding in bindings:
                 try:

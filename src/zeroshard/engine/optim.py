@@ -329,7 +329,7 @@ class Binding:
         for buffer in self.buffers if self.early is None else ():
             buffer.land()
             buffer.rebind()
-            if not self._by_itself(buffer) and buffer.seed_master(asked=False):
+            if not self._by_itself(buffer) and buffer.edits.seed_master(asked=False):
                 buffer.changed()
 
     def _check_options(self) -> None:

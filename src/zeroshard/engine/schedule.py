@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..errors import PeerError, ReleasedError, StateError, TierError
+from ..errors import PeerError, ReleasedError, StateError
 from ..events import Event, ends
 from ..layout import Bucket
 from ..numerics import Precision
@@ -331,7 +331,7 @@ class Schedule:
             forward = f"forward {self.group.numbers['forward']}"
             self.group.progress.trouble = f"{forward} raised {type(error).__name__}: {error}"
         # Asking the peers again after these would only wait for them again: the next verb does it otherwise.
-        if self.script.active and not (isinstance(error, (PeerError, TierError)) or self.group.interrupted):
+        if self.script.active and not (getattr(error, "agreed", False) or self.group.interrupted):
             self.script.finish()
         for unit in self.units:
             if unit.touched:
@@ -350,7 +350,7 @@ class Schedule:
         for unit in self.units:
             if unit.pinned:
                 for buffer in unit.released:
-                    buffer.follow_edits()
+                    buffer.edits.follow()
 
     def inside(self, unit: Unit) -> bool:
         """Tell if the innermost running forward is this unit's."""

@@ -189,35 +189,26 @@ class SplitOf(Plain):
         self.rest = Split(buffer.parameters, *buffer.updated, buffer.tiers["optimizer"], buffer.tier)
         self.rest.seed(masters)
         self.rest.behind()
-        self.followed()
 
     def wrote(self, stored: Tensor) -> None:
         if self.rest.before is not None:
             self.rest.before.copy_(stored)
 
     def before_taking_back(self) -> None:
-        self.buffer.reseed(self.buffer.full[slice(*self.buffer.updated)])  # beside what it is the lower half of
+        self._to_masters(self.buffer.full[slice(*self.buffer.updated)])  # beside what it is the lower half of
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
-        if self.rest.before is None or not self.buffer.reseed(params):
+        if self.rest.before is None or not self._to_masters(params):
             return False
         self.rest.before.copy_(params)
         return True
 
-    def followed(self) -> None:
-        if self.buffer.resident:
-            self.buffer.edits.agree(self.buffer.parameters.of(*self.buffer.updated))
+    @property
+    def follows(self) -> bool:
+        return self.rest.before is not None
 
     def keep(self) -> bool:
         return self.rest.keep()
 
     def forget_kept(self) -> None:
         self.rest.forget_kept()
-
-    def lost_edit(self) -> bool | Tensor:
-        buffer = self.buffer
-        if not buffer.resident or self.rest.before is not None:
-            return False
-        buffer.land()
-        buffer.rebind()
-        return buffer.edits.differ(buffer.parameters.of(*buffer.updated))

@@ -15,7 +15,7 @@ from torch import nn
 import ranks as rank_processes
 import reference
 import zeroshard
-from zeroshard import Offload, Precision, sharded
+from zeroshard import Offload, Precision, numerics, sharded
 from zeroshard.errors import PeerError
 
 PACKAGE = str(Path(zeroshard.__file__).parent)
@@ -207,6 +207,28 @@ def check_undone(kind: str, event: str, every: int) -> None:
 def test_a_shard_that_an_exception_ends_has_changed_nothing(kind):
     """At moments all over the assembly; what is trained then, without zeroshard, has the bits of plain PyTorch."""
     check_undone(kind, "line", every=97)
+
+
+class WithAView(Tripwire):
+    """Raises where a frame of the package has a view of a buffer that came to life: such a tensor cannot be swapped."""
+
+    def __call__(self, frame, event, _):
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
+        viewed = frame.f_code is numerics.as_bytes.__code__ and line.startswith("return ")
+        if viewed and frame.f_back.f_code.co_name == "_place_buffers":
+            sys.settrace(None)
+            raise self.error("injected")
+        return self
+
+
+def test_a_view_in_a_frame_that_an_exception_left_keeps_nothing_from_being_undone():
+    model, optimizer = build("meta")
+    before = facts(model, optimizer)
+    with pytest.raises(Boom):
+        armed(model, optimizer, WithAView(0, "line"), stage=3)
+    assert facts(model, optimizer) == before
+    zeroshard.shard(model, optimizer, stage=3)
+    train(model, optimizer)
 
 
 @pytest.mark.slow

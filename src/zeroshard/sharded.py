@@ -98,7 +98,7 @@ class Engine:
             if not parts.told:
                 self.group.give_up(error)
             if before is not None:
-                before.restore()
+                before.restore(error)
             raise
 
     def _assemble(

@@ -9,8 +9,11 @@ gets back the copy, so that a model does not take its memory twice.
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from ..numerics import dense, same_bits, unrepeated
 from .gathered import point
 
 _TABLES = (dict, OrderedDict, defaultdict)
+_OURS = f"{Path(__file__).parents[1]}/"
 
 
 class _Fields:
@@ -114,7 +118,10 @@ class Before:
             leaf.data = None
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self, error: BaseException) -> None:
+        """Bring all of it back. error: ended the sharding."""
+        if any(leaf.meta and not leaf.tensor.is_meta for leaf in self._leaves.values()):
+            _let_go(error)
         with torch._C.DisableTorchFunctionSubclass():
             for module in self._recurrent:
                 module._flat_weight_refs = []
@@ -129,3 +136,11 @@ class Before:
             for module in self._recurrent:
                 module._init_flat_weights()
             torch.set_rng_state(self._generator)
+
+
+def _let_go(error: BaseException) -> None:
+    """Drop the tensors of our own frames that an exception has left: one with a view elsewhere cannot be swapped."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_filename.startswith(_OURS):
+            with contextlib.suppress(RuntimeError):  # it still runs
+                frame.clear()

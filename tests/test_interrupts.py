@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import resource
@@ -20,8 +21,9 @@ import ranks as rank_processes
 import reference
 import test_lost_ranks
 import zeroshard
-from zeroshard import Comm, Layout, Precision
+from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.digests import digest
+from zeroshard.engine import gathered, guard
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.gathered import Gathered
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
@@ -29,6 +31,7 @@ from zeroshard.numerics import BlockMap
 from zeroshard.ranks import watch
 from zeroshard.ranks.link import Link, packed, unpacked
 from zeroshard.ranks.streams import KEPT, Stream
+from zeroshard.tiers.nvme import StateFile
 from zeroshard.tiers.pool import Pool
 
 LIMITS = {"group_timeout": 100.0, "timeout": 45.0}
@@ -823,3 +826,81 @@ def test_what_a_rank_posts_for_a_levelling_fits_into_one_answer_also_among_a_tho
     told = {"why": "", "streams": streams, "engines": {1: {"numbers": {"forward": 10**6}, "edits": ""}}}
     assert len(packed(told)) < watch._LONGEST / 2
     assert unpacked(packed(told))["streams"][0][1][:2] == [list(kinds[0]), list(kinds[1])]
+
+
+# --- between two parameters, or two lines ---------------------------------------------------------------------------------
+
+
+def layers(stage, **settings):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, optimizer, zeroshard.shard(model, optimizer, stage=stage, **settings)
+
+
+def steps(model, optimizer, count=2):
+    losses = []
+    for step in range(count):
+        loss = model(torch.full((3, 5), step + 1.0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["flip", "unflip"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_interrupt_between_two_parameters_leaves_none_readable_that_is_released(monkeypatch, stage, name):
+    """Opening and closing go parameter by parameter. An evaluation is interrupted at each of them, and training goes on."""
+    model, optimizer, _ = layers(stage)
+    want = steps(model, optimizer, 3)
+    plain, struck = getattr(gathered, name), []
+    for at in range(12):
+        model, optimizer, zero = layers(stage)
+        got, left = steps(model, optimizer, 1), itertools.count()
+
+        def strikes(param, at=at, left=left):
+            if next(left) == at:
+                struck.append(at)
+                raise KeyboardInterrupt
+            plain(param)
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(gathered, name, strikes)
+            model(torch.ones(3, 5))
+        for buffer in zero._engine.buffers:
+            assert not buffer.gathered.released or all(isinstance(each, guard.Guarded) for each in buffer.params)
+        for step in (1, 2):
+            loss = model(torch.full((3, 5), step + 1.0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            got.append(loss.item())
+        assert got == want
+    assert len(struck) > 4 or (stage, name) == (1, "flip")  # nothing is closed there in a forward
+
+
+def test_an_interrupt_that_loses_a_files_buffer_leaves_none_counted(monkeypatch, tmp_path):
+    def staged(interrupted):
+        model, optimizer, zero = layers(
+            1, layout=Layout(bucket_mib=0.00001), offload=Offload(optimizer="nvme", path=str(tmp_path))
+        )
+        made = StateFile._make
+        with monkeypatch.context() as patch:
+
+            def makes(file, room):
+                made(file, room)
+                patch.setattr(StateFile, "_make", made)
+                raise KeyboardInterrupt
+
+            if interrupted:
+                patch.setattr(StateFile, "_make", makes)
+                with pytest.raises(KeyboardInterrupt):
+                    steps(model, optimizer, 1)
+                optimizer.zero_grad()
+        with contextlib.suppress(StateError):  # the step was torn
+            steps(model, optimizer, 1)
+        return zero.ledger().held["staging"]
+
+    assert staged(True) == staged(False)

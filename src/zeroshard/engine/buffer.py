@@ -30,7 +30,7 @@ from .codec import Cast, Plain
 from .edits import Edits, increment_versions
 from .flat import Flat
 from .gathered import Gathered, State, alias, home
-from .guard import SavedTensors
+from .guard import SavedTensors, unflip
 from .split import SplitOf
 
 
@@ -64,6 +64,8 @@ class Place:
     def touch(self, param: nn.Parameter) -> None:
         """Open the parameter, or raise `ReleasedError` if it cannot be gathered."""
         self.buffer.reader.touch(self.buffer, self.position)
+        if self.buffer.gathered.state is State.OPEN:
+            unflip(param)
 
 
 class Buffer:

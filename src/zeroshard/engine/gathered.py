@@ -201,7 +201,11 @@ class Gathered:
             self._move(State.GUARDED)
 
     def open(self) -> bool:
-        """Make guarded parameters plain. Returns if they were guarded before."""
+        """Make guarded parameters plain. Returns if they were guarded before.
+
+        Here and in `close` an interrupt leaves some that are guarded though the bucket is open, which a touch mends
+        (`Place.touch`), and none that can be read though it is not.
+        """
         if self.state is not State.GUARDED:
             return False
         self._move(State.OPEN)
@@ -211,9 +215,9 @@ class Gathered:
 
     def close(self) -> None:
         """Guard the parameters; the data stays."""
-        self._move(State.GUARDED)
         for param in self.params:
             flip(param)
+        self._move(State.GUARDED)
 
     def claim(self) -> None:
         """Count prefetched memory as gathered from now on, because it is used."""

@@ -220,9 +220,8 @@ class StateFile:
     def _room(self) -> _Room:
         idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
         if len(self._rooms) < BUFFERS and all(room.holder is not None for room in idle):
-            room = _Room()
+            self._rooms.append(room := _Room())  # first: memory of a room that an interrupt loses would stay counted
             self._make(room)
-            self._rooms.append(room)
             return room
         if not idle:
             raise AssertionError(f"all {BUFFERS} buffers of {self.state} are in use at once")

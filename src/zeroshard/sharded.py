@@ -360,7 +360,7 @@ class Engine:
         if self.replicas > 1 and differ:
             write_from = 0  # each shard has an owner in every replica, and these would differ
         for buffer in follow_edits(units, write_from):
-            buffer.rebind()
+            buffer.gathered.rebind()
             if write_from is not None:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
                 self.group.give_all(buffer.full, buffer.bucket, write_from)
@@ -401,7 +401,7 @@ class Engine:
             wait_for_all_saves(self.group)
         for buffer in self.buffers:
             buffer.land()
-            buffer.rebind()
+            buffer.gathered.rebind()
             if weights and (buffer.resident or buffer.ready):
                 buffer.edits.follow()
         if what != "loading":

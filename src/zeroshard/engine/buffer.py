@@ -379,10 +379,6 @@ class Buffer:
 
     # --- new weights ------------------------------------------------------------------------------------------------
 
-    def rebind(self) -> None:
-        """Copy a replaced `.data` into the parameter's slot, and make the parameter a view of it again."""
-        self.gathered.rebind()
-
     def write_back(self) -> None:
         """Cast the masters to the parameters that rest beside them; inside here()."""
         assert self.master is not None

@@ -90,13 +90,13 @@ class Edits:
 
     def take_back_to_masters(self, *, asked: bool) -> bool:
         """Copy edits of the gathered copy to the masters, which are all that rests. Returns if there were any."""
-        self._buffer.rebind()
+        self._buffer.gathered.rebind()
         return self.reseed(self._buffer.mine, asked=asked)
 
     def take_back(self, *, asked: bool) -> bool:
         """Copy edits of the gathered copy to parameters that rest in the same format. Returns if there were any."""
         buffer, parameters = self._buffer, self._buffer.parameters
-        buffer.rebind()
+        buffer.gathered.rebind()
         try:
             silent = not asked and self._silent and not parameters.in_file
             if not silent and parameters.rest.same_as(buffer.mine):
@@ -140,7 +140,7 @@ class Edits:
         if not buffer.resident or buffer.codec.follows:
             return False
         buffer.land()
-        buffer.rebind()
+        buffer.gathered.rebind()
         return self.differ(buffer.parameters.of(*buffer.updated))
 
     def reseed(self, params: Tensor, *, asked: bool = True) -> bool:

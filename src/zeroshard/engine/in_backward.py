@@ -138,7 +138,7 @@ class InBackward(Updater):
         bindings = [binding for binding in self.bindings if binding.updates(accumulator, having)]
         if bindings:
             buffer.land()
-            buffer.rebind()
+            buffer.gathered.rebind()
             if not buffer.resident and not unit.pinned:  # its weights are not needed any more in this backward
                 buffer.close()
                 buffer.release()

@@ -328,7 +328,7 @@ class Binding:
         self.watcher.before_step()
         for buffer in self.buffers if self.early is None else ():
             buffer.land()
-            buffer.rebind()
+            buffer.gathered.rebind()
             if not self._by_itself(buffer) and buffer.edits.seed_master(asked=False):
                 buffer.changed()
 

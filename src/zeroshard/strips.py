@@ -54,3 +54,18 @@ class Strips(NamedTuple):
 
 
 ONE_STRIP = Strips(1, 1, 1)
+
+
+class Among(NamedTuple):
+    """A tensor among teams that have parts of it, as one of them sees it.
+
+    shape: of all of it. offset: the element at which the team's part begins, counted part by part.
+    """
+
+    shape: tuple[int, ...]
+    offset: int
+    strips: Strips
+
+    def element(self, at: int) -> int:
+        """Return the flat index of the part's element `at`, counted row by row."""
+        return next(self.strips.rows_of(self.offset + at, self.offset + at + 1)).start

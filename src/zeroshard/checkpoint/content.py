@@ -75,21 +75,21 @@ class ModelState:
     def shape(self, record: Managed) -> tuple[int, ...]:
         """Return the shape of the whole parameter, of which this rank may hold only some rows."""
         buffer, slot = self.places[record.name]
-        return buffer.whole_shape(slot)
+        return buffer.among(slot).shape
 
     @contextlib.contextmanager
     def saved_in(self, folder: Path) -> Iterator[Saved]:
         """Open a checkpoint, with its lists of experts under the names that they have in this model."""
         along = [(buffer, slot) for buffer in self.buffers if buffer.bucket.along for slot in buffer.bucket.slots]
         with Saved.open(folder, alone=self.group.ranks == 1) as saved:
-            here = {slot.name: Here(buffer.whole_shape(slot), buffer.team.seat.parts) for buffer, slot in along}
+            here = {slot.name: Here(buffer.among(slot).shape, buffer.team.seat.parts) for buffer, slot in along}
             relist(saved, {name: each for name, each in here.items() if self.strips(name) == ONE_STRIP})
             yield saved
 
     def strips(self, name: str) -> Strips:
         """Return how a parameter's parts lie in the whole tensor, row by row."""
         buffer, slot = self.places[name]
-        return buffer.strips(slot)
+        return buffer.among(slot).strips
 
     def fragments(self, binding: Binding) -> list[Fragment]:
         """Return the optimizer's fragments on this rank, with each of its ignored parameters as one whole fragment."""
@@ -188,7 +188,7 @@ def told_kinds(running: ModelState) -> list[Any]:
     for binding in running.bindings:
         parts = {}
         for fragment in running.fragments(binding):
-            if 0 < fragment.param.numel() < math.prod(fragment.buffer.whole_shape(fragment.slot)):
+            if 0 < fragment.param.numel() < math.prod(fragment.buffer.among(fragment.slot).shape):
                 kept, name = binding.states.kept(fragment), fragment.slot.name
                 parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
         fixed = {f"{key}": sorted(shapes) for key, shapes in fixed_shapes(binding.optimizer).items()}
@@ -203,7 +203,7 @@ def _holding(binding: Binding) -> dict[str, int]:
     found = {}
     for place in (member.place for member in binding.members):
         buffer, slot = place.buffer, place.buffer.bucket.slots[place.position]
-        if 0 < slot.within(*buffer.updated).numel < math.prod(buffer.whole_shape(slot)):
+        if 0 < slot.within(*buffer.updated).numel < math.prod(buffer.among(slot).shape):
             found[slot.name] = held.get((id(buffer), place.position), -1)
     return found
 
@@ -279,7 +279,7 @@ def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
 def pieces(running: ModelState) -> Iterator[Piece]:
     for buffer in (*running.buffers, *running.alone.values()):
         for slot in buffer.bucket.slots:
-            own, at = slot.within(*buffer.saves), buffer.offset(slot)
+            own, at = slot.within(*buffer.saves), buffer.among(slot).offset
             if own.numel:
                 value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, at + own.start, at + own.stop, value.plain())
@@ -321,7 +321,7 @@ def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, i
     for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
         for fragment in running.fragments(binding):
             part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
-            at = fragment.buffer.offset(fragment.slot)
+            at = fragment.buffer.among(fragment.slot).offset
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():
                     grain = kinds.grain(fragment, key, value)

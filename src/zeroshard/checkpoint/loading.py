@@ -317,8 +317,8 @@ def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, star
 
     Of a state with one element per block it is those of the blocks that hold these elements.
     """
-    at, grain = buffer.offset(slot), saved.grains.get(key, 1)
-    strips = buffer.strips(slot) if grain == 1 else ONE_STRIP
+    among, grain = buffer.among(slot), saved.grains.get(key, 1)
+    at, strips = among.offset, among.strips if grain == 1 else ONE_STRIP
     cut = Cut(saved, key, (at + start) // grain, -(-(at + stop) // grain), strips)
     saved.want(*cut[1:])
     return cut

@@ -24,7 +24,7 @@ from ..ranks.agreement import Group
 from ..ranks.transport import Work
 from ..resting import Master, master_of
 from ..stage import SAVED, STATES, Degree, Placements
-from ..strips import Strips
+from ..strips import Among, Strips
 from ..tiers.tier import DeviceTier, Tier
 from .codec import Cast, Plain
 from .edits import Edits, increment_versions
@@ -225,22 +225,10 @@ class Buffer:
         """Bucket elements [first, last) of this rank's shard."""
         return self.bucket.shard(self.team.position)
 
-    def offset(self, slot: Slot) -> int:
-        """Return the element of the whole tensor at which this team's part begins, counted part by part."""
-        return self.team.seat.part * slot.numel
-
-    def whole_shape(self, slot: Slot) -> tuple[int, ...]:
-        """Return the shape of the whole tensor, of which other teams may hold other parts."""
-        return self.team.seat.whole(slot.shape, slot.cut or 0)
-
-    def strips(self, slot: Slot) -> Strips:
-        """Return how teams' parts lie in the whole tensor."""
-        return Strips.of(self.whole_shape(slot), slot.cut or 0, self.team.seat.parts)
-
-    def element(self, slot: Slot, at: int) -> int:
-        """Return the flat index in the whole tensor of this slot's element `at`, counted row by row."""
-        first = self.offset(slot) + at
-        return next(self.strips(slot).rows_of(first, first + 1)).start
+    def among(self, slot: Slot) -> Among:
+        """Tell where a slot lies in its tensor, of which other teams may hold other parts."""
+        shape, cut = self.team.seat.whole(slot.shape, slot.cut or 0), slot.cut or 0
+        return Among(shape, self.team.seat.part * slot.numel, Strips.of(shape, cut, self.team.seat.parts))
 
     @property
     def rests(self) -> tuple[int, int]:

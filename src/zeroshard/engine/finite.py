@@ -106,7 +106,7 @@ class Finite:
                     found = (position for position, value in enumerate(theirs) if not abs(value) < torch.inf)
                     rank = next((whose[position] for position in found), -1)
                 step, value = self.group.progress.steps + 1, str(float(ask(fragment[at])))
-                element = buffer.element(slot, part.start + at)
+                element = buffer.among(slot).element(part.start + at)
                 self._seen = Finding(step, self._micro_batch, rank, slot.name, element, value)
                 self._lies = accumulator, index, at
                 return
@@ -138,7 +138,7 @@ class Finite:
             at = first_nonfinite(fragment) if part.numel else None
             if at is not None:
                 value = str(float(ask(fragment[at])))
-                element = buffer.element(slot, part.start + at)
+                element = buffer.among(slot).element(part.start + at)
                 return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, element, value)
         return None
 

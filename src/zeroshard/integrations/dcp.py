@@ -158,11 +158,11 @@ def _warn() -> None:
 
 def _value(buffer: Buffer, slot: Slot) -> Any:
     own, resting = slot.within(*buffer.saves), slot.within(*buffer.rests)
-    at, rows = slot.start + own.start - buffer.updated[0], buffer.offset(slot)
+    at, rows = slot.start + own.start - buffer.updated[0], buffer.among(slot).offset
     if not slot.numel:
         return torch.empty(slot.shape, dtype=buffer.target.dtype, device="cpu")
     written, read = ((rows + part.start, rows + part.stop) for part in (own, resting))
-    return Sharded(buffer.whole_shape(slot), buffer.target[at : at + own.numel].detach(), written, read)
+    return Sharded(buffer.among(slot).shape, buffer.target[at : at + own.numel].detach(), written, read)
 
 
 def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, Mapping[str, Any]]]:
@@ -205,9 +205,9 @@ def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
     if not per_element(fragment, key, value, fixed):
         return value.detach().clone()  # a copy, since DCP loads in place, and perhaps not on every rank
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
-    rows = fragment.buffer.offset(fragment.slot)
+    rows = fragment.buffer.among(fragment.slot).offset
     written, read = ((rows + each.start, rows + each.stop) for each in (own, part))
-    return Sharded(fragment.buffer.whole_shape(fragment.slot), flat, written, read)
+    return Sharded(fragment.buffer.among(fragment.slot).shape, flat, written, read)
 
 
 # --- in -------------------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ def _stage(running: ModelState, state: Mapping[str, Any], staged: Staged) -> Non
             staged.values[record.name] = value
             if buffer.master is not None:
                 updated = slot.within(*buffer.updated)
-                first = state["model"][record.name].reads[0] - buffer.offset(slot)
+                first = state["model"][record.name].reads[0] - buffer.among(slot).offset
                 staged.masters[record.name] = value[updated.start - first : updated.stop - first]
     staged.buffers = {name: state["model"][name] for name, _ in persistent(running.model)}
     if not running.bindings:

@@ -314,7 +314,7 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
                         if weights is not None and not together.failed:
                             for slot in slots:
                                 name, values = chosen.get(slot.name, [slot.name])[0], flat[slot.start : slot.stop].cpu()
-                                _write_strips(weights, name, part * slot.numel, values, buffer.strips(slot))
+                                _write_strips(weights, name, part * slot.numel, values, buffer.among(slot).strips)
         with together:
             if weights is not None and not together.failed:
                 for name, tensor in whole.items():

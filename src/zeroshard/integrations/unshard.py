@@ -154,7 +154,7 @@ def _send(
         if buffer.team.seat.parts == 1 or source in buffer.team.seat.members(running.group.rank):
             found[name][key] = sent.cpu() if on_cpu else sent
         return
-    numel, first = -(-slot.numel // grain), buffer.offset(slot) // grain
+    numel, first = -(-slot.numel // grain), buffer.among(slot).offset // grain
     if key not in found[name]:  # as load_state_dict leaves it: in the parameter's shape, and in its dtype
         cast = grain == 1 and sent.is_floating_point()
         like = found[name][VALUE].dtype if cast else sent.dtype

@@ -234,8 +234,8 @@ def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> 
         if name is not None:
             start, stop = resting(running, record.name)
             buffer, slot = running.places[record.name]
-            at = buffer.offset(slot)
-            runs = buffer.strips(slot).rows_of(at + start, at + stop)
+            among = buffer.among(slot)
+            runs = among.strips.rows_of(among.offset + start, among.offset + stop)
             values = [weights.interval(name, low, high) for low, high in runs]
             value = torch.cat(values) if len(values) > 1 else [*values, weights.interval(name, 0, 0)][0]
             updated = slot.within(*buffer.updated)

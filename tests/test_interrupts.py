@@ -24,9 +24,10 @@ import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.digests import digest
 from zeroshard.engine import gathered, guard
+from zeroshard.engine.alone import Alone
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.gathered import Gathered
-from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
+from zeroshard.errors import CheckpointError, Error, PeerError, StateError, UserError
 from zeroshard.numerics import BlockMap
 from zeroshard.ranks import watch
 from zeroshard.ranks.link import Link, packed, unpacked
@@ -904,3 +905,34 @@ def test_an_interrupt_that_loses_a_files_buffer_leaves_none_counted(monkeypatch,
         return zero.ledger().held["staging"]
 
     assert staged(True) == staged(False)
+
+
+def interrupted_while_it_updates(folder, early):
+    """What each rank hears, one step of three of which is interrupted in its second bucket."""
+    settings = {"precision": Precision(param_dtype=torch.bfloat16, cast_inputs=True), "optimizer_in_backward": early}
+    offload = Offload(optimizer="nvme", path=folder)
+    model, optimizer, _ = layers(1, layout=Layout(bucket_mib=0.00001), offload=offload, **settings)
+    writes, left, told = Alone.write_back, itertools.count(), []
+
+    def strikes(alone, buffer):
+        if rank_processes.rank() == 0 and next(left) == 1:
+            raise KeyboardInterrupt
+        writes(alone, buffer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Alone, "write_back", strikes)
+        for _ in range(3):
+            try:
+                steps(model, optimizer, 1)
+            except (KeyboardInterrupt, Error) as error:
+                told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("early", [False, True])
+def test_a_step_that_an_interrupt_tore_is_not_called_an_edit(tmp_path, early):
+    """Of states in files, whose fragments nobody can write to between steps: the step itself had."""
+    for told in rank_processes.run(2, interrupted_while_it_updates, str(tmp_path), early, **LIMITS):
+        assert any("an exception ended step 1 while it updated the weights" in each for each in told), told
+        assert not any("was edited" in each for each in told), told

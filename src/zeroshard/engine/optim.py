@@ -202,14 +202,14 @@ class Binding:
 
         What rests on this rank follows at once. replaced: look also for fragments whose `.data` was replaced.
         """
-        written = self.states.written()
-        if replaced:
-            written += self.states.replaced(self.fragments)
+        written = self.states.written() + (self.states.replaced(self.fragments) if replaced else [])
         self.states.followed()
         for buffer in written:
             self.edited.add(buffer.bucket.index)
             if buffer.updating.in_file:
                 buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to the place of all absent elements
+                if any(step.stepping for step in self.schedule.watcher.optimizers()):
+                    continue  # an exception has ended a step, which wrote to them
                 self.group.report(
                     StateError(
                         "an optimizer's part of the parameters was edited while it rests in a file, or in halves",

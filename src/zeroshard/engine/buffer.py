@@ -4,7 +4,7 @@ parameters   what rests of them: this rank's shard, or all of them         a `Fl
 master       what the optimizer updates, where that is of another kind     a `Flat`, or the parameters themselves
 gradients    the running sum                                               a `Flat`
 gathered     the whole bucket, for as long as it is used                   a `Gathered`
-codec        how what rests becomes what is gathered                       a `Plain`, `Cast` or `E4M3`
+codec        how what rests becomes what is gathered                       a `Plain`, or a codec of its own kind
 edits        traces of writes into that by the program                     an `Edits`
 """
 

@@ -55,7 +55,7 @@ class Plain:
 
     @classmethod
     def agree(cls, codecs: Sequence[Plain]) -> None:
-        """Encode buckets with an answer of all ranks, in one message for all of them."""
+        """Encode those buckets of `codecs` that have this one, with an answer of all ranks, in one message."""
 
     # --- from what rests to what modules compute with -----------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Plain:
     @property
     def opened(self) -> Tensor | None:
         """This rank's part of the open copy, if its digest will tell edits; else None."""
-        return None
+        return self.arriving
 
     def landing(self, *, in_use: bool) -> Tensor:
         """Return the memory to gather into. in_use: the gathered copy may be read meanwhile."""
@@ -101,9 +101,6 @@ class Plain:
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
         """Copy edits of these parameters, which rest, to their masters. Returns if there were any."""
-        return self._to_masters(params, asked=asked)
-
-    def _to_masters(self, params: Tensor, *, asked: bool = True) -> bool:
         return self.buffer.edits.reseed(params, asked=asked)
 
     @property
@@ -130,10 +127,6 @@ class Cast(Plain):
 
     @property
     def arriving(self) -> Tensor | None:
-        return self.buffer.mine
-
-    @property
-    def opened(self) -> Tensor | None:
         return self.buffer.mine
 
     def take_back(self, *, asked: bool) -> bool:

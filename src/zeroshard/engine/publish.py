@@ -15,7 +15,7 @@ def publish(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) 
         buffer.gathered.current &= buffer.resident
     agreeing = [buffer.codec for buffer in buffers if buffer.codec.agrees]
     for kind in dict.fromkeys(type(codec) for codec in agreeing):
-        kind.agree([codec for codec in agreeing if type(codec) is kind])
+        kind.agree(agreeing)
     for buffer in buffers:
         buffer.publish(overlap=overlap)
     for buffer in buffers:

@@ -195,10 +195,11 @@ class SplitOf(Plain):
             self.rest.before.copy_(stored)
 
     def before_taking_back(self) -> None:
-        self._to_masters(self.buffer.full[slice(*self.buffer.updated)])  # beside what it is the lower half of
+        # Beside what they are the lower half of.
+        super().follow(self.buffer.full[slice(*self.buffer.updated)], asked=True)
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
-        if self.rest.before is None or not self._to_masters(params):
+        if self.rest.before is None or not super().follow(params, asked=True):
             return False
         self.rest.before.copy_(params)
         return True

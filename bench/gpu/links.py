@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zeroshard import device, numerics
 from zeroshard.planner.machines import MACHINES, machine
 
-from .place import ranks, synchronize
+from .place import ranks, synchronize, verbs
 from .record import Record
 
 FILE = "machine.json"
@@ -97,8 +97,7 @@ def kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
 def collectives(kind: str, sizes: list[int]) -> dict[str, dict[str, float]]:
     """Seconds, of the slowest rank, by verb and by the bytes of the whole."""
     world, found = ranks.world(), {}
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    gather, scatter = verbs.all_gather_single, verbs.reduce_scatter_single
     for nbytes in sizes:
         part = nbytes // 4 // world
         whole, other = torch.zeros(world * part, device=kind), torch.zeros(world * part, device=kind)

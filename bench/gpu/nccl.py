@@ -23,7 +23,7 @@ from zeroshard import Comm, Layout, Offload
 from zeroshard.stage import STAGES
 
 from . import counts, training
-from .place import GROUPS, Place, ranks, synchronize
+from .place import GROUPS, Place, ranks, synchronize, verbs
 from .record import Record, Wrong, each
 
 SIZES = (5, 1 << 18)
@@ -33,7 +33,7 @@ def run(record: Record) -> None:
     place, late = record.place, 1.0 if record.place.kind == "cuda" else 0.3
     for world in (2, 3):
         if world <= place.count:
-            record.ranks(f"{world} ranks, each verb", world, verbs)
+            record.ranks(f"{world} ranks, each verb", world, each_verb)
     for group in ("both", "own"):
         record.ranks(
             f"2 ranks, a group of {'two backends' if group == 'both' else 'one'}", 2, engine, late, group=group
@@ -55,7 +55,7 @@ def run(record: Record) -> None:
 # --- verbs ----------------------------------------------------------------------------------------------------------
 
 
-def verbs(kind: str) -> dict[str, str]:
+def each_verb(kind: str) -> dict[str, str]:
     kinds = {"gather": _gather, "exchange": _exchange, "uneven exchange": _uneven, "broadcast": _broadcast,
              "sum": _sum, "reduce-scatter": _scatter, "send and receive": _chain}  # fmt: skip
     return each(
@@ -75,11 +75,10 @@ def _same(what: str, got: Tensor, want: Tensor) -> None:
 
 def _gather(kind: str, numel: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     whole = torch.zeros(world * numel, device=kind)
     own = whole[rank * numel : (rank + 1) * numel]
     own.copy_(_of(kind, rank, numel))
-    gather(whole, own, async_op=True).wait()
+    verbs.all_gather_single(whole, own, async_op=True).wait()
     _same("in place", whole, torch.cat([_of(kind, each, numel) for each in range(world)]))
 
 
@@ -117,8 +116,7 @@ def _sum(kind: str, numel: int) -> None:
 def _scatter(kind: str, numel: int) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     got, sent = torch.zeros(numel, device=kind), torch.cat([_of(kind, rank, numel)] * world)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(got, sent)
+    verbs.reduce_scatter_single(got, sent)
     _same("the sum", got, sum(_of(kind, each, numel) for each in range(world)))  # type: ignore[arg-type]
 
 

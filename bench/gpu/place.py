@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # ranks, emulated
 
 import ranks  # noqa: E402
+import verbs  # noqa: E402, F401 (steps import it from here, as they do ranks)
 
 REHEARSED = 4  # devices of a rehearsal
 GROUPS = {"cuda": "cpu:gloo,cuda:nccl", "emu": "cpu:gloo,emu:emuccl", "cpu": "gloo"}

@@ -6,9 +6,10 @@ Each is compared with plain torch on the same device; of a mesh every stage with
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,12 +26,11 @@ from ..model import loss_of
 from . import training
 from .place import ranks
 from .record import Record, Wrong, each
-from .training import CLIP, Run
+from .training import CLIP
 
 STEPS = 3
-BUCKETS = Layout(bucket_mib=0.02)
+SCALE = 2.0**20  # gradients of logits overflow in fp16
 BF16 = torch.bfloat16
-Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 def run(record: Record) -> None:
@@ -59,40 +59,31 @@ def run(record: Record) -> None:
 
 def settings(kind: str, stage: int) -> dict[str, str]:
     linear = {f"{name}.weight" for name, each in training.build("meta").named_modules() if isinstance(each, nn.Linear)}
-    bf16 = Precision(param_dtype=BF16)
+    eight, split = Precision(param_dtype=BF16, fp8=True), Precision(param_dtype=BF16, split_master=True)
 
     def in_8_bits(name: str, master: Tensor) -> Tensor:
         return reference.in_8_bits(master) if name in linear else master
 
-    autocast = partial(_same, kind, stage, {"loss": partial(_autocast, kind), "dtype": None}, precision=Precision())
+    same = partial(_same, kind, stage)
+    autocast = partial(same, "fp32", both={"loss": partial(_autocast, kind)})
     return each(
         {
-            "parameters in 8 bits": partial(
-                _same, kind, stage, {"rounded": in_8_bits}, precision=Precision(param_dtype=BF16, fp8=True)
-            ),
-            "gradients in 8 bits": partial(
-                _same, kind, stage, {"sent": reference.in_codes}, precision=bf16, comm=Comm(reduce="int8")
-            ),
-            "split masters": partial(
-                _same, kind, stage, {}, precision=Precision(param_dtype=BF16, split_master=True)
-            ),
-            "the optimizer in backward": partial(
-                _same, kind, stage, {"clip": None}, precision=bf16, optimizer_in_backward=True
-            ),
-            "several optimizers, Muon among them": partial(
-                _same, kind, stage, {"make": _muon_and_adam, "dtype": None}, precision=Precision()
-            ),
+            "parameters in 8 bits": partial(same, rounds={"rounded": in_8_bits}, precision=eight),
+            "gradients in 8 bits": partial(same, rounds={"sent": reference.in_codes}, comm=Comm(reduce="int8")),
+            "split masters": partial(same, precision=split),
+            "the optimizer in backward": partial(same, both={"clip": None}, optimizer_in_backward=True),
+            "several optimizers, Muon among them": partial(same, "fp32", both={"make": _muon_and_adam}),
             **({} if kind == "emu" else {"autocast": autocast}),  # torch knows none for a device in Python
             "steps passed over": partial(_skipped, kind, stage),
             "fp16 with a scaler": partial(_scaled, kind, stage),
         }
-    )  # fmt: skip
+    )
 
 
 def compiled(kind: str, stage: int) -> dict[str, str]:
     """Blocks, by the default compiler, in plain torch too: fused kernels have numbers of their own."""
     torch._dynamo.reset()
-    return each({"compiled blocks": partial(_same, kind, stage, {"prepare": _compile}, precision=Precision(BF16))})
+    return each({"compiled blocks": partial(_same, kind, stage, both={"prepare": _compile})})
 
 
 def _compile(model: nn.Module) -> None:
@@ -100,55 +91,18 @@ def _compile(model: nn.Module) -> None:
         block.compile()
 
 
-def _same(kind: str, stage: int, plain: dict[str, Any], **options: Any) -> None:
-    """Wrong unless a run at `stage` has the losses, norms and weights of one process. plain: see `_plain`."""
-    shared = {key: value for key, value in plain.items() if key in ("loss", "make", "clip", "prepare")}
-    training.compare(_ours(kind, stage, **shared, **options), _plain(kind, **plain))
-
-
-def _plain(
-    kind: str,
-    *,
-    dtype: torch.dtype | None = BF16,
-    loss: Loss = loss_of,
-    make: Callable[[Any], Any] = training.adam,
-    clip: float | None = CLIP,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-    **rounds: Any,
-) -> Run:
-    model = training.build(kind)
-    prepare(model)
-    common: Any = {"world": ranks.world(), "steps": STEPS, "clip": clip, "norm": reference.total_norm}
-    if dtype is None:
-        optimizer = reference.as_one(make(model.parameters()))
-        history = reference.accumulate(model, optimizer, training.batches(kind), loss, **common)
-    else:
-        batches = training.batches(kind)
-        history, _ = reference.accumulate_with_masters(model, make, batches, loss, dtype=dtype, **common, **rounds)
-    return training.run_of(history, model)
-
-
-def _ours(
+def _same(
     kind: str,
     stage: int,
+    dtype: str = "bf16",
     *,
-    loss: Loss = loss_of,
-    make: Callable[[Any], Any] = training.adam,
-    clip: float | None = CLIP,
-    prepare: Callable[[nn.Module], None] = lambda model: None,
-    steps: int = STEPS,
+    both: Mapping[str, Any] = MappingProxyType({}),
+    rounds: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
-) -> Run:
-    model = training.build(kind)
-    prepare(model)
-    optimizer = make(model.parameters())
-    zero = zeroshard.shard(model, optimizer, stage=stage, layout=BUCKETS, **options)
-    one = reference.as_one(optimizer)
-    history = reference.loop(
-        model, one, training.batches(kind), loss, zero.rank, zero.world_size, steps=steps, clip=clip
-    )
-    with zero.gathered():
-        return training.run_of(history, model)
+) -> None:
+    """Wrong unless a run at `stage` has the losses, norms and weights of one process. rounds: see `training.plain`."""
+    got = training.sharded(kind, dtype, stage, steps=STEPS, **both, **options)
+    training.compare(got, training.plain(kind, dtype, ranks.world(), steps=STEPS, **both, **rounds))
 
 
 def _muon_and_adam(params: Any) -> list[torch.optim.Optimizer]:
@@ -173,13 +127,13 @@ def _skipped(kind: str, stage: int) -> None:
         loss = loss_of(model, tokens_BT)
         return loss * float("inf") if calls == 2 and ranks.rank() == ranks.world() - 1 else loss
 
-    got = _ours(kind, stage, loss=spoilt, clip=None, precision=Precision(param_dtype=BF16, nonfinite="skip"))
+    skips = Precision(param_dtype=BF16, nonfinite="skip")
+    got = training.sharded(kind, "bf16", stage, steps=STEPS, loss=spoilt, clip=None, precision=skips)
     model, batch = training.build(kind), training.batches(kind)
     reference.accumulate_with_masters(
         model, training.adam, lambda step, index: batch(2 * step, index), loss_of, ranks.world(), steps=2
     )
-    if different := reference.first_difference(got.weights, training.run_of(reference.History(), model).weights):
-        raise Wrong(different)
+    training.same_weights(got.weights, training.weights(model))
 
 
 def _scaled(kind: str, stage: int) -> None:
@@ -202,11 +156,7 @@ def _scaled(kind: str, stage: int) -> None:
     if all(scale >= SCALE for _, scale in got):
         raise Wrong(f"no step was passed over: {got}")
     with zero.gathered():
-        if different := reference.first_difference(training.run_of(reference.History(), model).weights, theirs):
-            raise Wrong(different)
-
-
-SCALE = 2.0**20  # gradients of logits overflow in fp16
+        training.same_weights(training.weights(model), theirs)
 
 
 def _scaled_by_hand(kind: str, world: int) -> tuple[list[tuple[list[float], float]], dict[str, Tensor]]:
@@ -241,7 +191,7 @@ def _scaled_by_hand(kind: str, world: int) -> tuple[list[tuple[list[float], floa
             scale, taken = scale / 2, 0
         told.append((losses, scale))
         optimizer.zero_grad()
-    return told, training.run_of(reference.History(), model).weights
+    return told, training.weights(model)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -261,7 +211,7 @@ def saved(kind: str, tier: str, folder: str, stages: tuple[int, ...]) -> dict[st
         _go_on(kind, model, optimizer, zero, 2, 1)
         with zero.gathered():
             if zero.rank == 0:
-                torch.save(training.run_of(reference.History(), model).weights, Path(folder, f"{stage}.weights"))
+                torch.save(training.weights(model), Path(folder, f"{stage}.weights"))
 
     return each({f"stage {stage}": partial(save, stage) for stage in stages})
 
@@ -275,8 +225,7 @@ def loaded(kind: str, tier: str, folder: str, stages: tuple[int, ...]) -> dict[s
         _go_on(kind, model, optimizer, zero, 2, 1)
         want = torch.load(Path(folder, f"{stage}.weights"), weights_only=True)
         with zero.gathered():
-            if different := reference.first_difference(training.run_of(reference.History(), model).weights, want):
-                raise Wrong(different)
+            training.same_weights(training.weights(model), want)
 
     pairs = [(stage, into) for stage in stages for into in stages if stage != into]
     return each({f"stage {stage} into {into}": partial(load, stage, into) for stage, into in pairs})

@@ -20,6 +20,8 @@ from .record import Wrong
 SIZE = Size(2, 32, 2, 64, sequences=2, tokens=16)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 STEPS, CLIP = 2, 0.5
+Loss = Callable[[torch.nn.Module, Tensor], Tensor]
+Make = Callable[[Any], Any]  # of parameters one optimizer, or several
 
 
 class WithBuffer(GPT):
@@ -62,32 +64,71 @@ def batches(kind: str) -> Callable[[int, int], Tensor]:
     return batch
 
 
-def plain(kind: str, dtype: str, world: int = 1, backwards: int = 1, steps: int = STEPS) -> Run:
-    """One process that takes all ranks' micro-batches one after the other."""
+def plain(
+    kind: str,
+    dtype: str,
+    world: int = 1,
+    backwards: int = 1,
+    steps: int = STEPS,
+    *,
+    loss: Loss = loss_of,
+    make: Make = adam,
+    clip: float | None = CLIP,
+    prepare: Callable[[GPT], None] = lambda model: None,
+    **rounds: Any,
+) -> Run:
+    """One process that takes all ranks' micro-batches one after the other.
+
+    loss, make (of optimizers), clip, prepare (called with the model): as `sharded` takes them. rounds: of
+    `reference.accumulate_with_masters`, in 16 bits.
+    """
     model = build(kind)
-    settings: Any = {"world": world, "backwards": backwards, "steps": steps, "clip": CLIP, "norm": reference.total_norm}
+    prepare(model)
+    settings: Any = {"world": world, "backwards": backwards, "steps": steps, "clip": clip, "norm": reference.total_norm}
     if DTYPES[dtype] is None:
-        history = reference.accumulate(model, adam(model.parameters()), batches(kind), loss_of, **settings)
+        optimizer = reference.as_one(make(model.parameters()))
+        history = reference.accumulate(model, optimizer, batches(kind), loss, **settings)
     else:
         history, _ = reference.accumulate_with_masters(
-            model, adam, batches(kind), loss_of, dtype=DTYPES[dtype], **settings
+            model, make, batches(kind), loss, dtype=DTYPES[dtype], **settings, **rounds
         )
     return run_of(history, model)
 
 
-def shard(kind: str, dtype: str, stage: int, **settings: Any) -> tuple[WithBuffer, torch.optim.Optimizer, Any]:
+def shard(
+    kind: str,
+    dtype: str,
+    stage: int,
+    *,
+    make: Make = adam,
+    prepare: Callable[[GPT], None] = lambda model: None,
+    **settings: Any,
+) -> tuple[WithBuffer, Any, Any]:
     """layout, comm and the rest as `zeroshard.shard` takes them."""
     model = build(kind)
-    optimizer = adam(model.parameters())
+    prepare(model)
+    optimizer = make(model.parameters())
     settings = {"layout": Layout(bucket_mib=0.02), "precision": Precision(param_dtype=DTYPES[dtype]), **settings}
     return model, optimizer, zeroshard.shard(model, optimizer, stage=stage, **settings)
 
 
-def sharded(kind: str, dtype: str, stage: int, backwards: int = 1, **settings: Any) -> Run:
+def sharded(
+    kind: str,
+    dtype: str,
+    stage: int,
+    backwards: int = 1,
+    steps: int = STEPS,
+    *,
+    loss: Loss = loss_of,
+    clip: float | None = CLIP,
+    **settings: Any,
+) -> Run:
     """Of this rank: its own losses, and all weights."""
     model, optimizer, zero = shard(kind, dtype, stage, **settings)
-    rank, world = zero.rank, zero.world_size
-    history = reference.loop(model, optimizer, batches(kind), loss_of, rank, world, backwards, steps=STEPS, clip=CLIP)
+    history = reference.loop(
+        model, reference.as_one(optimizer), batches(kind), loss, zero.rank, zero.world_size, backwards,
+        steps=steps, clip=clip,
+    )  # fmt: skip
     with zero.gathered():
         return run_of(history, model)
 
@@ -100,8 +141,18 @@ def in_tier(kind: str, dtype: str, stage: int, tier: str) -> Run:
 
 
 def run_of(history: reference.History, model: torch.nn.Module) -> Run:
-    weights = {name: each.cpu() for name, each in reference.weights(model).items()}
-    return Run(history.losses, [float(each) for each in history.norms], weights)
+    return Run(history.losses, [float(each) for each in history.norms], weights(model))
+
+
+def weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    """On the CPU."""
+    return {name: each.cpu() for name, each in reference.weights(model).items()}
+
+
+def same_weights(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Raise `Wrong` at the first difference."""
+    if different := reference.first_difference(got, want):
+        raise Wrong(different)
 
 
 def compare(got: Run, want: Run, world: int | None = None) -> None:
@@ -112,5 +163,4 @@ def compare(got: Run, want: Run, world: int | None = None) -> None:
             raise Wrong(f"step {step}: losses {losses} instead of {want.losses[step][rank::world]}")
     if got.norms != want.norms:
         raise Wrong(f"norms {got.norms} instead of {want.norms}")
-    if different := reference.first_difference(got.weights, want.weights):
-        raise Wrong(different)
+    same_weights(got.weights, want.weights)

@@ -37,8 +37,8 @@ class Feature(NamedTuple):
 
 FEATURES = {
     "replicas": Feature(
-        r"replica|[Rr]elay\b|relayed|\bsummed\b|_pairs\(|\.pairs\b|\.copies\b(?!\[)|_?hand_on|_hand_back|_hand\(",
-        ("checkpoint/replicas.py",),
+        r"replica|[Rr]elay\b|relayed|\b(seat|sits|self)\.summed\b|def summed\(self\) ->|_pairs\(|\.pairs\b|\.copies\b(?!\[)|\bhand_on|\bhand_back|_hand\(",
+        ("checkpoint/replicas.py", "engine/relay.py"),
         r"self\.copies:|host\.copies|replicated|is_replicate|not summed over",
         ("ranks/shared_memory.py",),
     ),
@@ -83,6 +83,7 @@ FEATURES = {
         r"|import follow_edits|\bCOMPUTED\b|_landing\(|def _fill",
         ("engine/quantised.py", "fp8.py"),
         r"accepted|_filled",
+        ("int8.py",),
     ),
     "gradients in 8 bits": Feature(
         r"int8|\bcodes\b|coded\(|Coded\b|\.encoded\(|def encoded|\.message\b|def message\b",
@@ -126,9 +127,9 @@ FEATURES = {
     ),
     "the optimizer in backward": Feature(
         r"InBackward|self\.in_backward|optimizer_in_backward|in_backward=|parts\.in_backward|check_in_backward|self\.early\b"
-        r"|updater\.early|self\.updater|reduction\.updater|Updater\b|\.gone\b|Passing|\bpassing\b|check_ended|second_gradient"
+        r"|each\.early|\bearly and\b|\.gone\b|Passing|\bpassing\b|check_ended|second_gradient"
         r"|stepped=|early\.awaited|catch_up|in_backward: bool|early = False|def (words|updates|update)\(self|^class Early"
-        r"|update_first",
+        r"",
         ("engine/in_backward.py",),
         r"entry\.updater",
         (
@@ -143,7 +144,7 @@ FEATURES = {
     "moving average": Feature(
         r'\bmoving\b|MovingAverage|averages_in|\bAVERAGE\b|updates_for|furthest\(|"average"|_furthest',
         ("engine/moving.py",),
-        r"self\.moving\(buffer|states\.moving|def moving\(self, buffer",
+        r"self\.moving\(buffer|states\.moving|def moving\(self, buffer|Holds\.AVERAGE|AVERAGE = enum",
     ),
     "join": Feature(
         r"\bjoined\(|import.*joined|\.silent\b|\.join\(batches|alike\.source|self\.source\b|comparing\.source",
@@ -189,6 +190,7 @@ FEATURES = {
         r"self\.gradients\.edits|before\.replaced|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside",
         (
             "engine/undo.py",
+            "engine/kernels.py",
             "checkpoint/files.py",
             "checkpoint/saving.py",
             "ranks/neighbours.py",
@@ -232,7 +234,8 @@ RING_A = (
     "errors.py", "events.py", "stage.py", "layout.py", "numerics.py",
     "ranks/transport.py", "ranks/process_group.py",
     "engine/codec.py", "engine/flat.py", "engine/gathered.py", "engine/buffer.py", "engine/unit.py", "engine/accumulator.py",
-    "engine/sharded_grad.py", "engine/gradient.py", "engine/pending.py", "engine/reduction.py",
+    "engine/sharded_grad.py", "engine/gradient.py", "engine/subscriber.py", "engine/contribution.py", "engine/scratch.py",
+    "engine/sums.py", "engine/reduction.py",
     "engine/script.py", "engine/backward.py", "engine/schedule.py",
     "engine/fragment.py", "engine/averages.py", "engine/hooks.py", "engine/optim.py",
     "engine/assembly.py", "sharded.py", "api.py",

@@ -10,14 +10,14 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from zeroshard.engine import accumulator, reduction
+from zeroshard.engine import accumulator, sums
 
-FOLD, AVERAGE, SEND = reduction.fold, accumulator.average_, reduction.Reduction._send
+FOLD, AVERAGE, SEND = sums.fold, accumulator.average_, sums.Sums.send
 calls = itertools.count()
 
 
 def undo():
-    reduction.fold, accumulator.average_, reduction.Reduction._send = FOLD, AVERAGE, SEND
+    sums.fold, accumulator.average_, sums.Sums.send = FOLD, AVERAGE, SEND
 
 
 def batch(step, index):
@@ -45,7 +45,7 @@ def mlp(*middle, **other):
 
 def last_micro_batch_dropped():
     """The step's last contribution arrives after the gradients have been read."""
-    reduction.fold = lambda total, pieces, *, start, **how: FOLD(
+    sums.fold = lambda total, pieces, *, start, **how: FOLD(
         total, pieces if start is None else pieces[:-1], start=start, **how
     )
     return mlp()
@@ -54,15 +54,16 @@ def last_micro_batch_dropped():
 def padding_summed_into_the_next_parameter():
     """Offsets count a parameter without its padding; the padding holds what the memory held before."""
 
-    def send(self, pending):
-        whole = self._send_buffer(pending)
-        for slot, following in pairwise(pending.accumulator.buffer.bucket.slots):
+    def send(self, contribution):
+        self.room(contribution)
+        whole = contribution.memory
+        for slot, following in pairwise(contribution.bucket.slots):
             whole[slot.stop : following.start] = 0.5
             length = min(following.start - slot.stop, following.numel)
             whole[following.start : following.start + length] += whole[slot.stop : slot.stop + length]
-        SEND(self, pending)
+        SEND(self, contribution)
 
-    reduction.Reduction._send = send
+    sums.Sums.send = send
     return mlp()
 
 

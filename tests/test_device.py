@@ -30,8 +30,9 @@ from zeroshard import Comm, device, fp8, int8, numerics
 from zeroshard.checkpoint import saving
 from zeroshard.engine import preflight
 from zeroshard.engine.gradient import Gradients
-from zeroshard.engine.pending import Sent
+from zeroshard.engine.relay import Relay
 from zeroshard.engine.script import Script
+from zeroshard.engine.sums import Sent
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
@@ -470,10 +471,10 @@ class Replicas(Team):
         super().__init__(Ledger(), torch.device("cpu"), seat(1, 3, 3))
         self.queued, self.launched = queued, []
 
-    def _hand_on(self, running, source):
+    def hand_on(self, running, source):
         return self.launched.append(f"on from {source}") or []
 
-    def _hand_back(self, average):
+    def hand_back(self, average):
         return self.launched.append("back") or []
 
 
@@ -481,7 +482,7 @@ class Replicas(Team):
 def test_a_replica_takes_a_sum_when_it_is_ready_for_it(queued):
     """On a device, where a receive that waits takes processors of it; and what comes back once this part is sent."""
     team, (bucket,) = Replicas(queued), partition([Spec("w", (64,), "float32", 4, 0, True)], Layout(), 1).buckets
-    relay = team.relay(bucket, torch.zeros(bucket.numel), torch.zeros(bucket.numel))
+    relay = Relay(team, bucket, torch.zeros(bucket.numel), torch.zeros(bucket.numel))
     assert team.launched == ([] if queued else ["on from 0", "back"])
     arrived, sent = [], Sent(None, SimpleNamespace(done=lambda: bool(arrived)), None, relay)
     assert not sent.here() and team.launched == ([] if queued else ["on from 0", "back"])

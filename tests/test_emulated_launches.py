@@ -18,7 +18,7 @@ from zeroshard import Comm, Layout, Precision
 
 WIDTH, BLOCKS = 16, 4
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-SUMS = ("engine/reduction.py", "engine/accumulator.py", "engine/pending.py", "numerics.py")  # where backward launches
+SUMS = ("engine/kernels.py", "engine/contribution.py", "engine/sums.py", "engine/accumulator.py", "numerics.py")
 
 
 class Blocks(nn.Module):
@@ -84,7 +84,7 @@ def test_what_sums_and_norms_launch_was_launched_by_shard(world, replicas, dtype
     assert emulated.run(world, first_launches, 2, dtype, Comm(replicas=replicas)) == [[]] * world
 
 
-SUMMED = ("numerics.py:fold", "numerics.py:average_", "engine/reduction.py", "ranks/streams.py")
+SUMMED = ("numerics.py:fold", "numerics.py:average_", "engine/contribution.py", "ranks/streams.py")
 
 
 def launched(stage, dtype, backwards):
@@ -108,7 +108,7 @@ def test_a_bucket_costs_so_many_launches(world):
     per_bucket = {
         ("launch", "all_gather_single"): 2,
         ("launch", "all_to_all_single"): 1,
-        ("arrived", "copy"): 4,
+        ("add", "copy"): 4,
         ("fold", "copy"): 1,
         ("fold", "add_"): world - 1,
     }

@@ -14,7 +14,7 @@ import reference
 import zeroshard
 from emulated.device import device
 from zeroshard import Layout, Offload, Precision
-from zeroshard.engine.reduction import Reduction
+from zeroshard.engine.sums import Sums
 
 WIDTH, BLOCKS, BATCH = 16, 4, 4
 
@@ -61,7 +61,7 @@ def moved(counts):
 def summed(dtype, tier, path, on_the_host):
     """Sums after one backward and after three; elements of the own shards; what the third moved, and what waited."""
     if on_the_host:  # as sums were made before: of contributions that went there one by one
-        Reduction._sums_staged = staticmethod(lambda accumulator: False)
+        Sums._staged = staticmethod(lambda accumulator: False)
     model, _, zero = sharded(2, dtype, Offload(gradients=tier, path=path))
     backward(model, 0)
     first = sums(zero)
@@ -173,7 +173,7 @@ def test_a_step_that_clips_asks_once_and_tells_once():
         for _, _, _, waits in found:
             assert {site for site in waits if site[1] != "event.synchronize"} == {
                 BATCH_ARRIVES,
-                ("engine/gradient.py:_norms", "copy to the device"),
+                ("engine/norms.py:norms", "copy to the device"),
                 ("device.py:ask", "copy to the host"),
             }
             assert all(number == 1 for site, number in waits.items() if site[1] != "event.synchronize")

@@ -23,8 +23,8 @@ import test_lost_ranks
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.engine.buffer import Buffer
-from zeroshard.engine.pending import Scratch
 from zeroshard.engine.reduction import Reduction
+from zeroshard.engine.scratch import Scratch
 from zeroshard.errors import Error, StateError
 from zeroshard.ranks.link import Link
 from zeroshard.ranks.watch import GONE, Watch, _ask
@@ -103,14 +103,14 @@ def poisoned(stage: int, bounds: str, path: str):
         return take(self, numel, dtype).fill_(torch.nan)
 
     def poison(self, kept, *, local):
-        for pending in self.pending.values():
-            buffer = pending.accumulator.buffer
+        for contribution in self.contributions.values():
+            buffer = contribution.buffer
             mask, (first, last) = padding(buffer), buffer.owned
             low, high = buffer.updated
             for tensor, which in (
                 (buffer.target, mask[low:high]),
                 (buffer.parameters.of(low, high), mask[low:high]),
-                (pending.accumulator.sum.own, mask[first:last]),
+                (contribution.accumulator.sum.own, mask[first:last]),
             ):
                 tensor[which] = torch.nan
         return begin(self, kept, local=local)

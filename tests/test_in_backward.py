@@ -20,7 +20,7 @@ import test_delays
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine import alone
-from zeroshard.engine.pending import second_gradient
+from zeroshard.engine.contribution import second_gradient
 from zeroshard.errors import PeerError, StateError, TierError, UserError
 from zeroshard.ranks import groups
 

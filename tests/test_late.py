@@ -26,7 +26,7 @@ from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.edits import Edits
 from zeroshard.engine.fragment import States
 from zeroshard.engine.in_backward import InBackward
-from zeroshard.engine.reduction import Reduction
+from zeroshard.engine.sums import Sums
 from zeroshard.tiers.nvme import FileRest
 from zeroshard.tiers.tier import Passing, Rest
 
@@ -35,8 +35,8 @@ STEPS = 3
 PLACES = [
     (Alone, "step"), (Alone, "write_back"),
     (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "publish"), (Edits, "follow"),
-    (InBackward, "landed"), (InBackward, "update_first"), (InBackward, "ended"),
-    (Reduction, "_land_first"), (Reduction, "_store"), (Reduction, "_send"),
+    (InBackward, "averaged"), (InBackward, "next"), (InBackward, "ended"),
+    (Sums, "_land_first"), (Sums, "_store"), (Sums, "send"),
     (States, "present"), (Rest, "here"), (Passing, "forget"), (FileRest, "here"),
 ]  # fmt: skip
 

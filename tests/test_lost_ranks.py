@@ -19,9 +19,9 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard.checkpoint import saving
-from zeroshard.engine import reduction
+from zeroshard.engine import sums
 from zeroshard.engine.buffer import Buffer
-from zeroshard.engine.reduction import Reduction
+from zeroshard.engine.sums import Sums
 from zeroshard.errors import PeerError
 
 PATIENT = {"group_timeout": 100.0, "timeout": 30.0, "expect_errors": True}
@@ -65,10 +65,10 @@ def arm(where: str, model, optimizer, act) -> None:
     elif where == "gather":
         before(Buffer, "gather", act)
     elif where == "reduce":
-        before(Reduction, "_send", act)
+        before(Sums, "send", act)
     elif where == "fold":  # once backward has ended, while sums are still under way
         engine = model._zeroshard_engine
-        before(reduction, "fold", lambda: act() if engine.ledger.phase == "reduce" else None)
+        before(sums, "fold", lambda: act() if engine.ledger.phase == "reduce" else None)
     elif where == "step":
         optimizer.register_step_post_hook(lambda *_: act())
     elif where == "save":

@@ -171,7 +171,7 @@ def test_what_has_not_landed_is_nan_and_what_is_under_way_is_checked():
 def test_an_engine_that_does_not_wait_for_its_gradients_is_found(monkeypatch):
     """The planted bug: a reduction is folded before it has landed."""
     right = run_in_world(2, jobs.train, 3, steps=1)
-    wait = ProcessTeam._wait
+    wait = ProcessTeam.wait
     monkeypatch.setattr(
         ProcessTeam, "_wait", lambda team, verb, *what: None if verb == "reduce" else wait(team, verb, *what)
     )

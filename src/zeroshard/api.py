@@ -192,12 +192,8 @@ class Zero:
         until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the same as without it, nor at
         another number of ranks, of which `load` warns.
         """
-        backward = self._engine.schedule.backward
-        before, backward.local = backward.local, True
-        try:
+        with self._engine.schedule.backward.holding_back():
             yield
-        finally:
-            backward.local = before
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this rank's batches, then the last of them until no rank has one left: for loaders of uneven length.

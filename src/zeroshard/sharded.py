@@ -24,10 +24,13 @@ from .engine.alike import Alike, editable, joined, report_lost_edits
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
+from .engine.codec import message
+from .engine.contribution import Contribution
 from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, keep_fast_paths, refuse_copy, refuse_load, refuse_state_dict, weak
 from .engine.in_backward import InBackward
+from .engine.kernels import launch_once
 from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
@@ -36,6 +39,7 @@ from .engine.quantised import follow_edits
 from .engine.recompute import recompute
 from .engine.reduction import Reduction
 from .engine.refused import refuse, settings
+from .engine.relay import relayed
 from .engine.schedule import Schedule, Step
 from .engine.tensor_parallel import mesh_of
 from .engine.undo import Before
@@ -121,11 +125,11 @@ class Engine:
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
         self.finite = Finite(self.group, precision.nonfinite)
-        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, self.finite, apart=self.layout.apart)
+        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, [self.finite], relayed)
         for buffer in self.buffers:
             if buffer.bucket.trainable:
-                self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
-        self.reduction.launch_once()
+                self._train(buffer)
+        launch_once((accumulator.buffer for accumulator in self.gradients.accumulators), self.group)
         self.sends_always = self.layout.buffers == "always"
         self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
         self.schedule.backward.hook_gradients()
@@ -140,7 +144,7 @@ class Engine:
         if parts.in_backward:
             watching = weak(self.check_edits)
             self.in_backward = InBackward(self.bindings, self.gradients, self.schedule, watching)
-            self.reduction.updater = self.in_backward
+            self.reduction.subscribers.append(self.in_backward)
         self._structure = Structure(model)
         self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
@@ -160,6 +164,14 @@ class Engine:
             binding.states.count()
         # The hooks hold the engine weakly; the model keeps it alive.
         object.__setattr__(model, "_zeroshard_engine", self)
+
+    def _train(self, buffer: Buffer) -> None:
+        """Enter a bucket whose parameters receive gradients."""
+        codec = message(self.reduction.settings.reduce, buffer.bucket, buffer.reduce_dtype)
+        sources = buffer.team.seat.parts if self.layout.apart else 1
+        self.reduction.add(
+            Contribution(self.gradients.add(buffer), self.units[buffer.bucket.unit], codec, sources=sources)
+        )
 
     # --- what its parts ask of each other ---------------------------------------------------------------------------
 
@@ -296,7 +308,7 @@ class Engine:
             check_trained(record.name, buffer.dtype)
             buffer.reserve_gradients()
             buffer.reserve_master()
-            self.reduction.add(self.gradients.add(buffer), self.units[buffer.bucket.unit])
+            self._train(buffer)
             for binding in self.bindings:
                 binding.retarget(buffer)
         self.schedule.backward.hook_gradients()

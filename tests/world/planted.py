@@ -25,15 +25,15 @@ BUGS = (
         "            self._wait(self._handles[0])\n            self._handles.clear()\n",
     ),
     Bug(
-        "a relay's average is taken off its queue before it came: an exception loses it", "engine/reduction.py",
-        "        self._relayed[0].relay.back.wait()  # an interrupt may come here: then it is still under way\n"
-        "        self._store(self._relayed.pop(0))\n",
-        "        self._store(self._relayed.pop(0))\n",
+        "a relay's average is taken off its queue before it came: an exception loses it", "engine/sums.py",
+        "        self._summed[0].delivery.back.wait()  # an interrupt may come here: then it is still under way\n"
+        "        self._store(self._summed.pop(0))\n",
+        "        self._store(self._summed.pop(0))\n",
     ),
     Bug(
-        "what the replica before has summed up is not waited for", "engine/reduction.py",
-        "        sent.relay.receive()\n        sent.relay.came.wait()\n",
-        "        sent.relay.receive()\n",
+        "what the replica before has summed up is not waited for", "engine/sums.py",
+        "        sent.delivery.receive()\n        sent.delivery.came.wait()\n",
+        "        sent.delivery.receive()\n",
     ),
     Bug(
         "the end of a slice of waiting is taken for the message's", "ranks/link.py",
@@ -42,14 +42,14 @@ BUGS = (
         "                handle.wait(SLICE)\n                return\n",
     ),
     Bug(
-        "the memory that a reduction lands in is given back when it is launched", "engine/reduction.py",
-        "        pending.launched = True\n        self._under_way.append(Sent(",
-        "        pending.launched = True\n        self.scratch.give_back(receive)\n        self._under_way.append(Sent(",
+        "the memory that a reduction lands in is given back when it is launched", "engine/sums.py",
+        "        contribution.move(State.SENT)\n        self._under_way.append(Sent(",
+        "        contribution.move(State.SENT)\n        self.scratch.give_back(receive)\n        self._under_way.append(Sent(",
     ),
     Bug(
         "the order of reductions follows what this rank got", "engine/reduction.py",
         "key=lambda index: (index not in with_gradient, -index))",
-        "key=lambda index: (not self.pending[index].received, -index))",
+        "key=lambda index: (not self.contributions[index].received, -index))",
     ),
     Bug(
         "units that ranks name in one round are gathered beginning with the own", "engine/script.py",

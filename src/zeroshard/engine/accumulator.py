@@ -8,8 +8,11 @@ stepping divides in place. Where nothing is lost by it (`divides_exactly`) it is
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 
 from ..layout import Slot
@@ -17,6 +20,29 @@ from ..numerics import BLOCK, BlockMap, average_
 from ..ranks.transport import Work
 from .buffer import Buffer
 from .flat import Flat
+
+
+class Holds(enum.Enum):
+    """The content of the memory of a bucket's sum, of gradients since they were last cleared."""
+
+    NOTHING = enum.auto()  # arbitrary numbers: none has been added
+    SUM = enum.auto()
+    AVERAGE = enum.auto()  # the sum divided by the number of ranks
+    GATHERED = enum.auto()  # the average, of all ranks' shards (replicated optimizer state needs it)
+
+
+_LEGAL = {
+    (Holds.NOTHING, Holds.SUM),  # a sum landed
+    (Holds.SUM, Holds.SUM),
+    (Holds.AVERAGE, Holds.SUM),  # it is added to
+    (Holds.GATHERED, Holds.SUM),
+    (Holds.NOTHING, Holds.AVERAGE),  # a sum landed, divided
+    (Holds.SUM, Holds.AVERAGE),
+    (Holds.AVERAGE, Holds.AVERAGE),
+    (Holds.GATHERED, Holds.AVERAGE),  # it was edited
+    (Holds.AVERAGE, Holds.GATHERED),
+    *((holds, Holds.NOTHING) for holds in Holds),
+}
 
 
 class Accumulator:
@@ -29,25 +55,49 @@ class Accumulator:
         self.sum: Flat = buffer.gradients
         self.entries: list[Entry] = []  # of the bucket's parameters
         self.ranks = ranks
-        self.filled = False  # has anything been added since the gradients were cleared?
-        self.averaged = False  # has the sum been divided by the number of ranks already?
-        self.spread = False  # has every rank the whole average? (replicated optimizer state needs it)
+        self.holds = Holds.NOTHING
         self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
-        self.local: Tensor | None = None  # full-size sum of gradients that backward under no_sync left unreduced
-        self.aside: Tensor | None = None  # this rank's shard of `sum`, while `local` lies where it was
+        self.aside: Tensor | None = None  # this rank's shard of `sum`, while a contribution lies where it was
         self._blocks: BlockMap | None = None
+
+    def _move(self, holds: Holds) -> None:
+        assert (self.holds, holds) in _LEGAL, f"{self.bucket.index}: {self.holds} -> {holds}"
+        self.holds = holds
+
+    @property
+    def filled(self) -> bool:
+        """True once something was added since gradients were cleared."""
+        return self.holds is not Holds.NOTHING
+
+    @property
+    def averaged(self) -> bool:
+        """True if the sum has been divided by the number of ranks."""
+        return self.holds in (Holds.AVERAGE, Holds.GATHERED)
 
     @property
     def own(self) -> Tensor:
         """This rank's shard of the sum, 1-D; inside sum.here()."""
         return self.sum.own if self.aside is None else self.aside
 
+    def landing(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+        """Return where an average arrives that replaces this rank's shard: where that rests, if on the device."""
+        own = self.bucket.shard_numel(self.buffer.team.position)
+        return self.sum.own if self.sum.on_device else take(own, self.sum.dtype)
+
     def fragment(self, index: int) -> Tensor:
         """Return this rank's elements of one slot of the sum, 1-D (possibly empty); inside sum.here()."""
         return self.own[self.bucket.slots[index].slice_of(*self.buffer.owned)]
 
+    def read(self, index: int) -> Tensor:
+        """Return a copy of this rank's elements of one slot of the average, 1-D."""
+        with self.sum.here(changed=False):
+            found = self.fragment(index).clone()
+        if not self.averaged:
+            average_(found, self.ranks)
+        return found
+
     def zero(self, index: int) -> None:
-        if self.filled:  # else there is no sum, and its memory may hold `local`
+        if self.filled:  # else there is no sum, and its memory may hold a contribution
             with self.sum.here():
                 self.fragment(index).zero_()
 
@@ -56,7 +106,16 @@ class Accumulator:
         if not self.averaged:
             with self.sum.here(changed=kept):
                 average_(self.sum.own, self.ranks)
-            self.averaged = True
+            self._move(Holds.AVERAGE)
+
+    def land(self, *, averaged: bool) -> None:
+        """Take note that a sum has landed. averaged: divided already."""
+        self._move(Holds.AVERAGE if averaged else Holds.SUM)
+
+    def edit(self) -> None:
+        """Turn the sum into the average, which is about to change on this rank: no other knows it then."""
+        self.average()
+        self._move(Holds.AVERAGE)
 
     def forget_step(self, *, averaged: bool) -> None:
         """Drop what a step made of the sum in memory, without writing it to its file: nothing else needs it.
@@ -64,14 +123,16 @@ class Accumulator:
         averaged: does the average rest there, and not the sum that the step divided?
         """
         self.sum.rest.forget()
-        self.averaged, self.spread, self.rounded = averaged, False, not averaged
+        if self.filled:  # else an exception has ended the step, and all gradients were dropped
+            self._move(Holds.AVERAGE if averaged else Holds.SUM)
+            self.rounded = not averaged
 
     def spread_average(self, *, kept: bool = True) -> Work:
         """Launch the gather of the whole average, if the optimizer's state is replicated and so needs it."""
         self.average(kept=kept)
-        if self.buffer.placements.optimizer or self.spread:
+        if self.buffer.placements.optimizer or self.holds is Holds.GATHERED:
             return Work()
-        self.spread = True
+        self._move(Holds.GATHERED)
         work = self.sum.redistribute(kept=kept)
         with self.sum.here(changed=False):  # whoever steps is inside already, from before it came
             return work
@@ -83,16 +144,23 @@ class Accumulator:
 
     def undo_average(self) -> None:
         """Turn the average into a sum again, to add to it. Exact if the number of ranks is a power of two."""
-        self.spread = False
         if (self.averaged or self.rounded) and self.ranks > 1:
             with self.sum.here():
                 if not self.averaged:
                     average_(self.sum.own, self.ranks)
                 self.sum.own.mul_(self.ranks)
-        self.averaged = self.rounded = False
+        if self.filled:
+            self._move(Holds.SUM)
+        self.rounded = False
+
+    def set_aside(self, take: Callable[[int, torch.dtype], Tensor]) -> None:
+        """Copy this rank's shard of the sum to memory that `take` makes, so that its own may hold a contribution."""
+        self.undo_average()
+        self.aside = take(self.own.numel(), self.sum.dtype).copy_(self.own)
 
     def clear(self) -> None:
-        self.filled = self.averaged = self.spread = self.rounded = False
+        self._move(Holds.NOTHING)
+        self.rounded = False
         if self.sum.passing:
             self.sum.rest.forget()
 
@@ -119,37 +187,3 @@ class Entry:
     updater: int | None = None  # the number of the optimizer that updates it, on some rank
     fragments: list[nn.Parameter] = field(default_factory=list)  # that optimizer's fragments of it on this rank
     displaced: Tensor | None = None  # `p.grad` when autograd was about to add to it
-
-
-class Updater:
-    """The policy for averages that arrive during a backward: by default they wait for the optimizer's step."""
-
-    early = False
-
-    def words(self, *, local: bool) -> str:
-        """Describe, as a backward begins (`local`: under no_sync), what must be equal on all ranks for this policy."""
-        return ""
-
-    def prepare(self) -> None:
-        """Begin a backward, once all ranks have begun it."""
-
-    def landed(self, accumulator: Accumulator, having: set[int]) -> None:
-        """Take note that a bucket's sum has landed. having: the numbers of the gradients that some rank has."""
-
-    def due(self, allowed: int) -> Work | None:
-        """Return the work that brings the oldest average to all ranks, if more than `allowed` are not used yet."""
-        return None
-
-    def update_first(self) -> None:
-        """Use the oldest average."""
-
-    def catch_up(self, allowed: int) -> None:
-        """Use the oldest averages, until no more than `allowed` are left."""
-        while self.due(allowed) is not None:
-            self.update_first()
-
-    def ended(self) -> None:
-        """End a backward that is complete."""
-
-    def abort(self) -> None:
-        """End a backward that an exception has ended."""

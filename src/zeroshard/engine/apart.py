@@ -7,12 +7,13 @@ a gradient of their own, and however they are divided the same gradients are add
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from ..errors import StateError, UserError
 from .buffer import Place
 
 
@@ -46,3 +47,25 @@ def apart(weight: Tensor, sources: int) -> Tensor:
         )  # fmt: skip
     expanded: Tensor = _Apart.apply(weight, sources)  # type: ignore[no-untyped-call]
     return expanded
+
+
+def forget(param: Any) -> None:
+    """Forget a parameter's gradient source by source, which no backward took."""
+    param._zeroshard.apart = None
+
+
+def parts(param: Any, grad: Tensor, sources: int) -> Sequence[Tensor]:
+    """Return each source's part of a parameter's gradient; the whole of it if it is not sent by source."""
+    if sources == 1:
+        return [grad]
+    place: Place = param._zeroshard
+    found, place.apart = place.apart, None
+    if found is None or len(found) != sources:
+        raise StateError(
+            "a gradient did not come source by source, as Layout(apart=True) has promised",
+            where=f"parameter {place.name!r}",
+            expected=f"those of {sources} sources, one for each group",
+            got="their sum" if found is None else f"those of {len(found)}",
+            instead=f"zeroshard.apart(parameter, {sources}) in the model's forward, for the parameter",
+        )
+    return found.unbind(0)

@@ -7,9 +7,10 @@ evaluated and queues itself again, until it runs at the end of the outermost one
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -92,6 +93,15 @@ class Backward:
                 if next(reversed(hooks)) != ours:
                     hooks[ours] = hooks.pop(ours)
 
+    @contextlib.contextmanager
+    def holding_back(self) -> Iterator[None]:
+        """Let backwards inside add up on this rank only."""
+        before, self.local = self.local, True
+        try:
+            yield
+        finally:
+            self.local = before
+
     # --- its beginning ----------------------------------------------------------------------------------------------
 
     def event(self, *_: Any) -> None:
@@ -103,12 +113,12 @@ class Backward:
             self.group.level(self.trouble)
         self.call = Call(torch.autograd.backward)
         kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
-        words = self.reduction.updater.words(local=self.local)
+        words = self.reduction.words(local=self.local)
         which = zlib.crc32(repr((sorted(kept), words)).encode())
         facts = f"{len(kept)} parameters have gradients that this backward adds to" + f"; options {words}" * bool(words)
         with self.group.as_one():
             self._meet(kind, self.group.number("backward"), which, facts=lambda: facts)
-            self.reduction.updater.prepare()
+            self.reduction.prepare()
             self._recent.clear()
             self._stay_last()
             self._task = torch._C._current_graph_task_id()
@@ -146,13 +156,14 @@ class Backward:
         if not self.begun or self._callback is None:
             aside = self.gradients.set_aside(number)
             self.event()
-        pending = self.reduction.pending_of[number]
+        contribution = self.reduction.of_entry[number]
+        unit = contribution.unit
         if self.ledger.record is not None:
-            self._work_on(pending.unit)
+            self._work_on(unit)
         nested = torch._C._current_graph_task_id() != self._task
-        landed = self.reduction.arrived(self.gradients.entries[number], pending, aside, nested=nested)
-        if landed and not pending.missing and all(self.reduction.complete(buffer) for buffer in pending.unit.buffers):
-            pending.unit.release()
+        added = self.reduction.arrived(self.gradients.entries[number], contribution, aside, nested=nested)
+        if added and not contribution.missing and all(self.reduction.complete(buffer) for buffer in unit.buffers):
+            unit.release()
 
     # --- its end ----------------------------------------------------------------------------------------------------
 

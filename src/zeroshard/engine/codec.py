@@ -1,21 +1,27 @@
-"""Codecs: how what rests of a bucket's parameters becomes what modules compute with, and where edits of that go.
+"""Codecs: how what rests of a bucket's parameters becomes what modules compute with, and how its gradients travel.
 
     Plain   parameters as modules compute with them; where they have masters, each step casts these to them
     Cast    masters alone: a gather casts this rank's shard as it leaves
     SplitOf parameters, and beside them the bits that they lack of their masters: `split.py`
     E4M3    8 bits, and a scale for each tile, beside masters: `quantised.py`
 
-A format that rests or travels in another way is a codec of its own. The bucket asks it where a gather's bytes arrive,
-what they stand for, and what to do with an edit.
+    Values  gradients as they are added up
+    Codes   8 bits, and a scale for each block: `int8.py`
+
+A format that rests or travels in another way is a codec of its own. The bucket asks the first kind where a gather's
+bytes arrive, what they stand for, and what to do with an edit; a sum asks the second what to send, and what arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+
+from ..int8 import Codes, check_partition
+from ..layout import Bucket, Partition
 
 if TYPE_CHECKING:
     from .buffer import Buffer
@@ -131,3 +137,41 @@ class Cast(Plain):
 
     def take_back(self, *, asked: bool) -> bool:
         return self.buffer.edits.take_back_to_masters(asked=asked)
+
+
+class Message(Protocol):
+    """The format in which each rank's contribution to a bucket's sum travels."""
+
+    bucket: Bucket  # in elements of what is sent
+    dtype: torch.dtype  # of these
+
+    def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+        """Return what is sent: `values`, or memory that `take` made (of so many elements, in a dtype)."""
+
+    def decode(self, piece: Tensor) -> Any:
+        """Return what arrived, 1-D, as numbers to add up: a tensor, or what its slices decode to."""
+
+
+class Values:
+    """The format of contributions that travel as they are added up."""
+
+    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
+        self.bucket = bucket
+        self.dtype = dtype
+
+    def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+        return values
+
+    def decode(self, piece: Tensor) -> Tensor:
+        return piece
+
+
+def message(reduce: str, bucket: Bucket, dtype: torch.dtype) -> Message:
+    """Return the codec of a bucket's contributions, by `Comm.reduce`; dtype: of those that are not coded."""
+    return Codes(bucket) if reduce == "int8" else Values(bucket, dtype)
+
+
+def check_message(reduce: str, partition: Partition) -> None:
+    """Refuse, by name, what the format of contributions does not go with."""
+    if reduce == "int8":
+        check_partition(partition)

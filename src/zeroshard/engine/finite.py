@@ -21,6 +21,7 @@ from ..numerics import finite, simulated
 from ..ranks.agreement import Group
 from .accumulator import Accumulator
 from .buffer import Buffer
+from .subscriber import Subscriber
 
 IN_A_ROW = 10  # skipped steps after which every further ten are warned of
 log = logging.getLogger("zeroshard")
@@ -58,13 +59,13 @@ def first_nonfinite(flat: Tensor) -> int | None:
     return int(ask(bad.to(torch.uint8).argmax())) if ask(bad.any()) else None
 
 
-class Finite:
+class Finite(Subscriber):
     """The first NaN or infinity that this rank has seen, and what all ranks do about it."""
 
     def __init__(self, group: Group, action: str) -> None:
         self.group = group
         self.action = action
-        self.on = action != "ignore"
+        self.on = self.looks = action != "ignore"
         self.skipped = 0  # steps, also those that a GradScaler skipped
         self.last: Finding | None = None  # that the ranks have agreed on
         self._in_a_row = 0
@@ -84,12 +85,8 @@ class Finite:
                 if ask(accumulator.fragment(index)[at].isfinite()) or not accumulator.filled:
                     self._seen = self._lies = None
 
-    def look_at_gradient(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
-        """Look for a NaN or infinity in a reduction that lands.
-
-        pieces: the team's contributions to this rank's shard, in order of position; total: their sum with what was
-        there.
-        """
+    def summed(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
+        """Look for a NaN or infinity in a sum."""
         buffer = accumulator.buffer
         slots, (first, last), seat = accumulator.bucket.slots, buffer.owned, buffer.team.seat
         if not self.on or self._seen is not None or self._is_finite(total, [s.slice_of(first, last) for s in slots]):

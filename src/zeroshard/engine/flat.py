@@ -137,7 +137,7 @@ class Flat:
                 self.copy(first, to[first:last])
                 work = Work() if here else self.team.gather(to, self.bucket, self.state)
                 return work.after(event(to.device)) if aside else work
-        if self.on_device:
+        if self.rest.tier == DEVICE:  # one that passes is there: the caller has it here()
             return self.team.gather(self.tensor, self.bucket, self.state)
         if streams(self.team.device) and not self.in_file:
             moved = torch.empty(self.bucket.numel, dtype=self.dtype, device=self.team.device)

@@ -6,7 +6,6 @@ A question about one gradient is a question about all: every rank asks, and one 
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -14,27 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..device import ask, asynchronous, blank
+from ..device import ask, blank
 from ..errors import StateError, TierError
-from ..numerics import (
-    add_to_bins,
-    add_to_maxima,
-    average_,
-    block_sums,
-    empty_bins,
-    finite,
-    roots_from_bins,
-    sums_from_bins,
-    sums_in,
-)
+from ..numerics import average_
 from ..ranks.agreement import Group
 from .accumulator import Accumulator, Entry
 from .buffer import Buffer
+from .norms import norms
 from .sharded_grad import Keeper, ShardedGrad
 
 aten = torch.ops.aten
-# Sums of blocks, of several buckets, that a device adds up in one go: a launch costs more than memory.
-_TOGETHER = 1 << 20
 
 
 class Gradients:
@@ -58,7 +46,7 @@ class Gradients:
         self._asked: tuple[Tensor, int, Tensor] | None = None  # of the device: a number, its version, what it is
         self._displaced: list[Entry] = []  # those with something in `displaced`
         self.made: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by id: while these are the same
-        self._judged: Tensor | None = None  # the found_inf that already has all ranks' verdict
+        self.judged: Tensor | None = None  # a GradScaler's found_inf that already has all ranks' verdict
         self._answers: dict[float, Tensor] = {}
 
     def add(self, buffer: Buffer) -> Accumulator:
@@ -196,6 +184,13 @@ class Gradients:
         self.keeper.flush()
         self.agree()
 
+    @contextlib.contextmanager
+    def asking(self) -> Iterator[None]:
+        """Ask, and use the answer, as one operation of all ranks."""
+        with self.group.as_one():
+            self.ask()
+            yield
+
     def agree(self) -> None:
         self.keeper.recover()
         self.group.meet("a question about gradients", self.group.number("question"))
@@ -211,46 +206,9 @@ class Gradients:
                     got=f"order {order}",
                     instead="norm_type=2.0, 1.0 or float('inf')",
                 )
-            with self.group.as_one():
-                self._answers[order] = self._norms(order)
+            with self.asking():
+                self._answers[order] = norms(self, order)
         return self._answers[order][entry.number]
-
-    def _norms(self, order: float) -> Tensor:
-        self.ask()
-        device = self.entries[0].param.device
-        add = add_to_maxima if order == math.inf else add_to_bins
-        together = _TOGETHER if asynchronous(device) else 0
-        tallies = {device: self._tally(order, device)}  # also of sums that rest in host memory, there
-        found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # owners and sums, added up in one go
-        for accumulator in self._filled():
-            at = device
-            with self.reporting(), accumulator.sum.here(changed=False):
-                blocks = accumulator.blocks()
-                sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else self.group.sources, order)
-                at = sums.device
-                if at not in tallies:
-                    tallies[at] = self._tally(order, at)
-                found.setdefault(at, []).append((blocks.owner, sums))
-            if sum(len(owner) for owner, _ in found.get(at, ())) > together:
-                add(tallies[at], *_joined(found.pop(at)))
-        for at, left in found.items():
-            add(tallies[at], *_joined(left))
-        tally = tallies.pop(device)
-        for other in tallies.values():
-            tally = torch.maximum(tally, other.to(device)) if order == math.inf else tally.add_(other.to(device))
-        if order == math.inf:
-            return self.group.maximum(tally).view(torch.float32).to(device)
-        agreed = self.group.total(tally)
-        if sums_in(order) is torch.float64:
-            return roots_from_bins(agreed, order).to(torch.float32).to(device)
-        sums = sums_from_bins(agreed)
-        return (sums.sqrt() if order == 2.0 else sums).to(torch.float32).to(device)
-
-    def _tally(self, order: float, device: torch.device) -> Tensor:
-        """Make what the sums of all blocks are added to, exactly, parameter by parameter; or compared with."""
-        if order == math.inf:
-            return torch.zeros(len(self.entries), dtype=torch.int32, device=device)
-        return empty_bins(len(self.entries), device, sums_in(order))
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
@@ -260,25 +218,18 @@ class Gradients:
         except TierError as error:
             self.group.report(error)
 
-    def _filled(self) -> Iterator[Accumulator]:
-        """Yield accumulators with a sum of which this rank has a part, on the first replica alone, and prefetch the
-        next."""
-        having = [each for each in self.accumulators if each.filled and not each.buffer.team.seat.replica]
-        found = [each for each in having if each.bucket.shard_numel(each.buffer.team.position)]
-        for accumulator, after in zip(found, [*found[1:], None], strict=False):
-            with self.reporting():
-                accumulator.sum.ahead()
-                if after is not None:
-                    after.sum.ahead()
-            yield accumulator
+    @contextlib.contextmanager
+    def holding(self, accumulator: Accumulator, *, changed: bool = True) -> Iterator[None]:
+        """Hold a sum in memory for the block, in which a `TierError` is reported."""
+        with self.reporting(), accumulator.sum.here(changed=changed):
+            yield
 
     def full(self, entry: Entry) -> Tensor:
         """Gather the whole averaged gradient of one parameter, on every rank."""
-        with self.group.as_one():
+        with self.asking():
             return self._full(entry)
 
     def _full(self, entry: Entry) -> Tensor:
-        self.ask()
         accumulator, slot = entry.accumulator, entry.slot
         whole = blank(accumulator.bucket.numel, accumulator.sum.dtype, self.group.device)
         accumulator.sum.redistribute(whole, owned=True).wait()
@@ -288,54 +239,3 @@ class Gradients:
         if not accumulator.averaged:
             average_(found, self.group.sources)
         return found
-
-    def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """Unscale a list of gradients for `GradScaler`, with one verdict for all ranks.
-
-        It calls once per dtype that it sees, which differs over the ranks: so the first call with a new `found_inf`
-        settles the verdict for everything that the optimizer updates.
-        """
-        if self.gone:
-            raise grads[0]._cannot("a GradScaler")
-        if found_inf is not self._judged:
-            with self.group.as_one():
-                self.ask()
-                mine = [entry for entry in self.entries if entry.updater == grads[0]._entry.updater]
-                having = self.having(mine)
-                verdict = self._finite([entry for entry in mine if entry.number in having])
-                agreed = torch.tensor([0 if verdict else 1], dtype=torch.uint8, device="cpu")
-                self.group.maximum(agreed)
-                self._judged = found_inf
-            found_inf.clamp_(min=float(agreed))
-            self.keeper.judge(bool(agreed))
-        self.note_edit("unscale", inv_scale)
-        by_accumulator: dict[int, list[ShardedGrad]] = {}
-        for grad in grads:
-            by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
-        for together in by_accumulator.values():
-            with self.reporting(), together[0]._entry.accumulator.sum.here():
-                fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
-                for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
-                    found, inverse = found_inf.to(fragment.device), inv_scale.to(fragment.device)
-                    aten._amp_foreach_non_finite_check_and_unscale_(fragments, found, inverse)
-
-    def _finite(self, entries: Sequence[Entry]) -> bool:
-        """Tell if all of this rank's elements of these gradients are finite: one question to the device for all."""
-        by_accumulator: dict[int, list[Entry]] = {}
-        for entry in entries:
-            by_accumulator.setdefault(id(entry.accumulator), []).append(entry)
-        found: dict[torch.device, list[Tensor]] = {}
-        for together in by_accumulator.values():
-            accumulator = together[0].accumulator
-            with self.reporting(), accumulator.sum.here(changed=False):
-                fragments = [accumulator.fragment(entry.position) for entry in together]
-                if any(fragment.numel() for fragment in fragments):
-                    found.setdefault(fragments[0].device, []).append(finite(fragments))
-        return self.group.failed is None and all(bool(ask(torch.stack(flags).all())) for flags in found.values())
-
-
-def _joined(found: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Concatenate owners and sums of all pairs, and clear the list."""
-    owner, sums = found[0] if len(found) == 1 else map(torch.cat, zip(*found, strict=True))
-    found.clear()
-    return owner, sums

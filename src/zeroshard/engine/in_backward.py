@@ -19,12 +19,13 @@ from torch.utils._pytree import tree_leaves
 from ..errors import StateError, TierError, UserError
 from ..ranks.transport import Work
 from .accepted import BY_TENSOR, by_bucket
-from .accumulator import Accumulator, Updater
+from .accumulator import Accumulator
 from .buffer import Buffer
 from .gradient import Gradients
 from .optim import Binding
 from .publish import publish
 from .schedule import Schedule
+from .subscriber import Subscriber
 
 _LOOP = "loss.backward(); optimizer.step(); optimizer.zero_grad()"
 _ELSE = "or shard(...) without optimizer_in_backward=True"
@@ -32,7 +33,7 @@ _ELSE = "or shard(...) without optimizer_in_backward=True"
 _scaled: deque[int] = deque(maxlen=1024)
 
 
-class InBackward(Updater):
+class InBackward(Subscriber):
     """The updates of one model's weights by backwards, and refusals of what these leave no room for.
 
     It is as much of a step as an optimizer's own (`schedule.Step`): an exception may leave it half done.
@@ -111,22 +112,19 @@ class InBackward(Updater):
             binding.follow_groups()
         self.gradients.hide(self.gradients.entries)  # cleared on one side, or of no optimizer's parameters
 
-    def landed(self, accumulator: Accumulator, having: set[int]) -> None:
-        """Update this rank's part of a bucket whose sum has landed; if all ranks update all of it, gather it first."""
+    def averaged(self, accumulator: Accumulator, having: set[int]) -> None:
+        """Update this rank's part of a bucket; if all ranks update all of it, gather its average first."""
         buffer = accumulator.buffer
         if buffer.placements.optimizer or buffer.team.size == 1:
             self._update(accumulator, having)
             return
-        with accumulator.sum.here() as averages:  # also of a bucket of which this rank has no part
-            accumulator.average()
-            accumulator.spread = True
-            work = buffer.team.gather(averages, buffer.bucket, accumulator.sum.state)
-        self._landed.append((accumulator, having, work))
+        with accumulator.sum.here():  # also of a bucket of which this rank has no part
+            self._landed.append((accumulator, having, accumulator.spread_average()))
 
     def due(self, allowed: int) -> Work | None:
         return self._landed[0][2] if len(self._landed) > allowed else None
 
-    def update_first(self) -> None:
+    def next(self) -> None:
         accumulator, having, work = self._landed[0]
         work.wait()
         self._update(accumulator, having)
@@ -205,7 +203,7 @@ class InBackward(Updater):
 
     # --- an exception -----------------------------------------------------------------------------------------------
 
-    def abort(self) -> None:
+    def abandon(self) -> None:
         self._landed.clear()
 
     @property

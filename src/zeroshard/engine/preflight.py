@@ -18,12 +18,13 @@ from ..device import ask
 from ..device import describe as device_facts
 from ..errors import PeerError, UserError
 from ..layout import Layout, Partition
-from ..numerics import BLOCK, COMPUTED, Precision, as_bytes, dense, parts, simulated
+from ..numerics import BLOCK, Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..resting import Master, master_of
 from ..stage import Placements
 from ..tiers.tier import Offload
+from .codec import check_message
 from .options import words
 from .unit import Managed
 
@@ -243,8 +244,7 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
                 got=f"align={partition.align}, and updates in {updated}",
                 instead="the default align, or Precision() without master_dtype",
             )
-    if comm.reduce == "int8":
-        _check_int8(partition)
+    check_message(comm.reduce, partition)
     if comm.reduce == "native" and not partition.even:
         raise UserError(
             "the backend's reduce-scatter needs shards of one size",
@@ -252,26 +252,6 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
             + ", and tensors that are never cut" * any(b.whole for b in partition.buckets),
             instead='Comm(reduce="ordered"), or Layout(bounds="unit") and no whole tensors',
         )
-
-
-def _check_int8(partition: Partition) -> None:
-    """Refuse, by name, what gradients of 8 bits do not go with."""
-    trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    if partition.align % BLOCK or any(bound % BLOCK for bucket in trained for bound in bucket.bounds):
-        raise UserError(
-            f"gradients of 8 bits have a scale for each {BLOCK} elements of a parameter, and no cut may fall inside",
-            got=f'Layout(align={partition.align}), Comm(reduce="int8")',
-            instead=f"Layout(align={BLOCK}), the default",
-        )
-    for bucket in trained:
-        parts = bucket.along or any(slot.cut is not None for slot in bucket.slots)
-        if parts or bucket.dtype not in map(str, COMPUTED):
-            raise UserError(
-                "gradients of 8 bits are those of real parameters of 16 or 32 bits that all ranks shard",
-                where=f"parameter {bucket.slots[0].name!r}",
-                got="an expert, or a part beside tensor parallelism" if parts else bucket.dtype,
-                instead='Comm(reduce="ordered")',
-            )
 
 
 ABSENT = "on meta"  # among a rank's facts: the parameters and buffers of which it has no values

@@ -438,8 +438,8 @@ class Schedule:
     def bucket(self, index: int) -> Bucket:
         return next(buffer.bucket for buffer in self._buffers if buffer.bucket.index == index)
 
-    def message(self, index: int) -> Bucket:
-        return self.reduction.pending[index].message
+    def travelling(self, index: int) -> Bucket:
+        return self.reduction.contributions[index].codec.bucket
 
     def recovery_copy(self, bucket: int, state: str) -> Tensor | None:
         found = [buffer for buffer in self._buffers if buffer.bucket.index == bucket and state == "parameters"]
@@ -450,7 +450,7 @@ class Schedule:
         for unit in self.units:
             for buffer in unit.buffers:  # gathered weights are not used again: some may be from a rank that stood in
                 buffer.gathered.current &= buffer.resident
-        self.reduction.order = sorted(self.reduction.pending, reverse=True)
+        self.reduction.order = sorted(self.reduction.contributions, reverse=True)
         if drop:
             self.reduction.abort()
         for step in self.watcher.optimizers():

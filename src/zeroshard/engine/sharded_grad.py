@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..device import ask
 from ..errors import StateError
-from ..numerics import average_
 from ..ranks.agreement import Group
-from .accumulator import Entry
+from .accumulator import Accumulator, Entry
+from .scaler import unscale
 
 aten = torch.ops.aten
 
@@ -51,8 +51,8 @@ class Book(Protocol):
     def full(self, entry: Entry) -> Tensor:
         """Gather the whole averaged gradient of one parameter, on every rank."""
 
-    def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inv_scale: Tensor) -> None:
-        """Unscale a list of gradients for `GradScaler`, with one verdict for all ranks."""
+    def holding(self, accumulator: Accumulator) -> contextlib.AbstractContextManager[None]:
+        """Hold a sum in memory for a block, in which a `TierError` is reported."""
 
     def displace(self, entry: Entry, grad: ShardedGrad) -> None:
         """Keep what `p.grad` shows, because autograd is about to add to it."""
@@ -65,9 +65,6 @@ class Book(Protocol):
 
     def forget_answers(self) -> None:
         """Drop answers to questions about gradients, because these change."""
-
-    def reporting(self) -> contextlib.AbstractContextManager[None]:
-        """Report an error inside to all ranks, which raise it at their next agreement."""
 
 
 class ShardedGrad(Tensor):
@@ -178,19 +175,14 @@ class ShardedGrad(Tensor):
         Collective only if no_sync left sums to reduce.
         """
         self._book.keeper.flush()
-        with self._current.accumulator.sum.here(changed=False):
-            local = self._entry.accumulator.fragment(self._entry.position).clone()
-        if not self._entry.accumulator.averaged:
-            average_(local, self._book.group.sources)
-        return ReadOnly.of(local, self._entry.slot.name)
+        return ReadOnly.of(self._current.accumulator.read(self._entry.position), self._entry.slot.name)
 
     def editable(self) -> Tensor:
         """Return this rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
         entry = self._current
         self._book.keeper.flush()
         self._book.forget_answers()
-        entry.accumulator.average()
-        entry.accumulator.spread = False
+        entry.accumulator.edit()
         return entry.accumulator.fragment(entry.position)
 
     @classmethod
@@ -201,7 +193,9 @@ class ShardedGrad(Tensor):
         if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
             return _norm(func, *args, **kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            return args[0][0]._book.unscale(*args)
+            if args[0][0]._book.gone:
+                raise args[0][0]._cannot("a GradScaler")
+            return unscale(args[0][0]._book, *args)
         if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(args[0], ShardedGrad):
             alone = args[0]._makes_way(func, args[1])
             if alone is not None:
@@ -362,7 +356,7 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
                 grad._book.note_edit(func.__name__, other)
     others = [cut(other) for other in others]
-    with grad._book.reporting(), entry.accumulator.sum.here():
+    with grad._book.holding(entry.accumulator):
         mine = grad.editable()
         if mine.is_cpu:  # also of a model on a device, whose gradients rest in host memory
             others = [grad._book.in_host_memory(other) if isinstance(other, Tensor) else other for other in others]

@@ -180,8 +180,8 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     )
     model = sum(bucket.numel * run.zero.dtypes(bucket).rest.itemsize for bucket in run.zero.partition.buckets)
     passes = round(gathered.logical / model, 2) if model else 0.0
-    pending = run.zero._engine.reduction.pending.values()
-    trained = sum(each.message.numel * (1 if each.codes else each.buffer.reduce_dtype.itemsize) for each in pending)
+    codecs = [each.codec for each in run.zero._engine.reduction.contributions.values()]
+    trained = sum(codec.bucket.numel * codec.dtype.itemsize for codec in codecs)
     relays = [event for event in run.events if event.verb == "relay"]
     # What the last replica sends is averages, to all others; the others receive one, and all but the first a sum too.
     replica, last = run.zero._engine.group.team.seat.replica, run.zero.replicas - 1

@@ -126,7 +126,7 @@ class Party(Protocol):
 
     def bucket(self, index: int) -> Bucket: ...
 
-    def message(self, index: int) -> Bucket:
+    def travelling(self, index: int) -> Bucket:
         """Return the bucket in elements of what is sent of its gradients."""
 
     def recovery_copy(self, bucket: int, state: str) -> Tensor | None:

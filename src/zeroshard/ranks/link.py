@@ -282,7 +282,7 @@ class Link:
                 numel, dtype, op = facts
                 stream.launch(what, *all_reduce(stream, torch.zeros(numel, dtype=getattr(torch, dtype), device=at), op))
             else:
-                cut = group.party.message(bucket)
+                cut = group.party.travelling(bucket)
                 team = group.team_of(cut)
                 send = torch.zeros(cut.numel, dtype=getattr(torch, facts[0]), device=at)
                 receive = send.new_zeros(cut.shard_numel(team.position) * (team.arriving if verb == "reduce" else 1))

@@ -112,10 +112,10 @@ class ProcessTeam(Team):
         return [link.launch(self._reductions, what, *self.scatter(send, receive, bucket))]
 
     # A broadcast, and not a message: gloo breaks the connection when one has waited for a message for a while.
-    def _hand_on(self, running: Tensor, source: int) -> list[Any]:
+    def hand_on(self, running: Tensor, source: int) -> list[Any]:
         return self._hand(self._link.groups.pairs[source], running, self._copies[source])
 
-    def _hand_back(self, average: Tensor) -> list[Any]:
+    def hand_back(self, average: Tensor) -> list[Any]:
         return self._hand(self._link.groups.copies, average, self._copies[-1])
 
     def _share(self, raw: Tensor, cuts: Sequence[int]) -> list[Any]:
@@ -136,5 +136,5 @@ class ProcessTeam(Team):
         raw = tensor.view(torch.uint8)
         return [self._link.broadcast(self._gathers, raw, self._global[position], (-1, "", raw.numel()), 0)]
 
-    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+    def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
         self._link.wait(verb, bucket, handle, queued=self.queued)

@@ -134,7 +134,7 @@ class Team:
         once = bucket.index in self.once and state == "parameters"
         event = self._count("gather", nbytes, sent, 0 if once else received, state, bucket.index)
         handles = self._gather(full, bucket, state)
-        work = Work(handles, event, lambda handle: self._wait("gather", bucket.index, handle))
+        work = Work(handles, event, lambda handle: self.wait("gather", bucket.index, handle))
         if self.shares and not once:
             work.lends(self.ledger, own)
         return work
@@ -200,24 +200,7 @@ class Team:
         sent, received = (nbytes, 0) if self.position == position else (0, nbytes)
         event = count(self.ledger, self.size, "broadcast", nbytes, sent, received)
         handles = self._broadcast(tensor, position) if nbytes else []
-        Work(handles, event, lambda handle: self._wait("a broadcast", None, handle)).wait()
-
-    def relay(self, bucket: Bucket, running: Tensor | None, average: Tensor | None) -> Relay:
-        """Make the relay of this rank's shard through the replicas. With one replica there is none, and both are None.
-
-        running: own shard, 1-D, in `numerics.running_dtype`. It gets what the replica before has summed up.
-        average: own shard, 1-D, in the accumulator's dtype. It gets what the last replica sends to all.
-        """
-        if running is None or average is None or not running.numel():
-            return Relay(self, bucket)
-        first, last = self.seat.replica == 0, self.seat.replica == self.seat.replicas - 1
-        on, back = running.numel() * running.itemsize, average.numel() * average.itemsize
-        sent = back * (self.seat.replicas - 1) if last else on
-        received = (not first) * on + (not last) * back
-        event = self.ledger.move(
-            "relay", logical=on, sent=sent, received=received, state="gradients", bucket=bucket.index
-        )
-        return Relay(self, bucket, running, average, event)
+        Work(handles, event, lambda handle: self.wait("a broadcast", None, handle)).wait()
 
     def share(self, shard: Tensor, bucket: Bucket, state: str) -> Work:
         """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it."""
@@ -228,16 +211,16 @@ class Team:
             self.ledger, seat.replicas, "share", nbytes, own * (seat.replicas - 1), nbytes - own, state, bucket.index
         )
         handles = self._share(shard.view(torch.uint8), cuts)
-        return Work(handles, event, lambda handle: self._wait("share", bucket.index, handle))
+        return Work(handles, event, lambda handle: self.wait("share", bucket.index, handle))
 
     def _share(self, raw: Tensor, cuts: Sequence[int]) -> list[Any]:
         return []
 
-    def _hand_on(self, running: Tensor, source: int) -> list[Any]:
+    def hand_on(self, running: Tensor, source: int) -> list[Any]:
         """Send the sum from the rank at this position in replica `source` to the one in the next replica."""
         return []
 
-    def _hand_back(self, average: Tensor) -> list[Any]:
+    def hand_back(self, average: Tensor) -> list[Any]:
         """Send the average from the rank at this position in the last replica to those in all others."""
         return []
 
@@ -254,7 +237,7 @@ class Team:
         return count(self.ledger, self.size, verb, nbytes, sent, received, state, bucket)
 
     def _reduction(self, handles: list[Any], event: Event | None, bucket: Bucket) -> Work:
-        return Work(handles, event, lambda handle: self._wait("reduce", bucket.index, handle), shares=self.shares)
+        return Work(handles, event, lambda handle: self.wait("reduce", bucket.index, handle), shares=self.shares)
 
     def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
         return []
@@ -270,68 +253,8 @@ class Team:
             receive.copy_(send)
         return []
 
-    def _wait(self, verb: str, bucket: int | None, handle: Any) -> None:
+    def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
         pass
-
-
-class Relay:
-    """One shard's sum on its way from replica to replica, and the average on its way back.
-
-    The first replica begins with what its accumulator holds and adds its ranks' contributions; each next one goes on
-    with what comes, unrounded; the last divides, rounds, and sends the result to all. These are the operations, the
-    operands and the order that one replica of as many ranks has, so their number never changes a bit.
-
-    Waits go only from a replica to those before it, and for the average to the last: relays cannot wait for each other
-    in a circle. Receives are launched with the reduction; in a device's queue, where they take processors of it for as
-    long as they wait, only when this rank's part is there, bucket by bucket in the order of reductions.
-    """
-
-    def __init__(
-        self,
-        team: Team,
-        bucket: Bucket,
-        running: Tensor | None = None,
-        average: Tensor | None = None,
-        event: Event | None = None,
-    ) -> None:
-        self.team = team
-        self.bucket = bucket
-        self.running = running
-        self.average = average
-        self.replica, self.replicas = (0, 1) if running is None else (team.seat.replica, team.seat.replicas)
-        self.first, self.last = self.replica == 0, self.replica == self.replicas - 1
-        self._event = event
-        self.came = self.back = Work()  # the sum of those before is in `running`; the average in `average`
-        self._receives = running is not None and not self.first
-        self._coming: list[Any] | None = [] if average is None or self.last else None
-        self._handed_on = self.replicas == 1
-        if not team.queued:
-            self.receive()
-            self._coming = self._average()
-
-    def receive(self) -> None:
-        """Launch the receive of what the replicas before this one have summed up."""
-        if self._receives:
-            self._receives = False
-            assert self.running is not None
-            self.came = self._work(self.team._hand_on(self.running, self.replica - 1))
-
-    def _average(self) -> list[Any]:
-        if self._coming is not None or self.average is None:
-            return self._coming or []
-        return self.team._hand_back(self.average)
-
-    def _work(self, handles: list[Any], event: Event | None = None) -> Work:
-        return Work(handles, event, lambda handle: self.team._wait("relay", self.bucket.index, handle))
-
-    def hand_on(self) -> None:
-        """Send `running` on, with this replica's contributions in it; or, on the last replica, `average` to all."""
-        if self._handed_on:
-            return
-        self._handed_on = True
-        assert self.running is not None and self.average is not None
-        sent = self.team._hand_back(self.average) if self.last else self.team._hand_on(self.running, self.replica)
-        self.back = self._work([*self._average(), *sent], self._event)
 
 
 def count(

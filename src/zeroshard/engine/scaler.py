@@ -1,0 +1,59 @@
+"""The questions of a `GradScaler`: gradients unscaled, with one verdict for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..device import ask
+from ..numerics import finite
+
+if TYPE_CHECKING:
+    from .gradient import Gradients
+
+unscale_ = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
+
+
+def unscale(book: Gradients, grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """Unscale a list of sharded gradients.
+
+    A scaler calls once per dtype that it sees, which differs over the ranks: so the first call with a new `found_inf`
+    settles the verdict for everything that the optimizer updates.
+    """
+    if found_inf is not book.judged:
+        with book.asking():
+            mine = [entry for entry in book.entries if entry.updater == grads[0]._entry.updater]
+            having = book.having(mine)
+            verdict = _finite(book, [entry for entry in mine if entry.number in having])
+            agreed = torch.tensor([0 if verdict else 1], dtype=torch.uint8, device="cpu")
+            book.group.maximum(agreed)
+            book.judged = found_inf
+        found_inf.clamp_(min=float(agreed))
+        book.keeper.judge(bool(agreed))
+    book.note_edit("unscale", inv_scale)
+    by_accumulator: dict[int, list[Any]] = {}
+    for grad in grads:
+        by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
+    for together in by_accumulator.values():
+        with book.holding(together[0]._entry.accumulator):
+            fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
+            for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
+                unscale_(fragments, found_inf.to(fragment.device), inv_scale.to(fragment.device))
+
+
+def _finite(book: Gradients, entries: Sequence[Any]) -> bool:
+    """Tell if all of this rank's elements of these gradients are finite: one question to the device for all."""
+    by_accumulator: dict[int, list[Any]] = {}
+    for entry in entries:
+        by_accumulator.setdefault(id(entry.accumulator), []).append(entry)
+    found: dict[torch.device, list[Tensor]] = {}
+    for together in by_accumulator.values():
+        accumulator = together[0].accumulator
+        with book.holding(accumulator, changed=False):
+            fragments = [accumulator.fragment(entry.position) for entry in together]
+            if any(fragment.numel() for fragment in fragments):
+                found.setdefault(fragments[0].device, []).append(finite(fragments))
+    return book.group.failed is None and all(bool(ask(torch.stack(flags).all())) for flags in found.values())

@@ -1,0 +1,57 @@
+"""A feature that takes part in backwards: it hears of each one's beginning and end, and of each bucket's sum.
+
+    prepare     all ranks are at the beginning of the same backward
+    begin       it has begun: gradients that the program cleared are zero
+    summed      this rank has added up its shard of a bucket, and all contributions still lie beside the sum
+    averaged    the average is where it rests, on every rank that holds a part of it
+    ended       all of the backward's averages are there
+    abandon     an exception ended the backward, or what came before it
+
+One that uses averages as they come (`early`) has a queue of its own: `due` and `next`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..ranks.transport import Work
+from .accumulator import Accumulator
+
+
+class Subscriber:
+    """The base of such features, which by default do nothing."""
+
+    looks = False  # does it look at contributions? Then each rank's own outlives the sum
+    early = False  # does it use up averages in backward?
+
+    def words(self, *, local: bool) -> str:
+        """Describe, as a backward begins (`local`: under no_sync), what must be equal on all ranks for this feature."""
+        return ""
+
+    def prepare(self) -> None:
+        """Make ready for a backward, once all ranks are at its beginning."""
+
+    def begin(self) -> None:
+        """Begin a backward."""
+
+    def summed(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
+        """Hear of a sum. pieces: contributions to this rank's shard, in rank order; total: their sum with what was
+        there."""
+
+    def averaged(self, accumulator: Accumulator, having: set[int]) -> None:
+        """Hear of an average. having: the numbers of the gradients that some rank has."""
+
+    def due(self, allowed: int) -> Work | None:
+        """Return the work that brings the oldest average to all ranks, if more than `allowed` are not used yet."""
+        return None
+
+    def next(self) -> None:
+        """Use the oldest average."""
+
+    def ended(self) -> None:
+        """End a backward that is complete."""
+
+    def abandon(self) -> None:
+        """End a backward that an exception has ended."""

@@ -173,7 +173,7 @@ def test_an_engine_that_does_not_wait_for_its_gradients_is_found(monkeypatch):
     right = run_in_world(2, jobs.train, 3, steps=1)
     wait = ProcessTeam.wait
     monkeypatch.setattr(
-        ProcessTeam, "_wait", lambda team, verb, *what: None if verb == "reduce" else wait(team, verb, *what)
+        ProcessTeam, "wait", lambda team, verb, *what: None if verb == "reduce" else wait(team, verb, *what)
     )
 
     def found(seed):

@@ -22,8 +22,8 @@ PACKAGE = ROOT / "src" / "zeroshard"
 METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
 BELOW = "worlds"  # stands under torch.distributed, and knows no feature: its words mean other things
-# Of what goes together, of what rests where, of the commands' options, and of what a codec does: nothing in them counts.
-TABLES = "engine/refused.py", "resting.py", "planner/options.py", "engine/codec.py"
+# Of what goes together, what rests where, the commands' options, what a codec does, where features hook in: none counts.
+TABLES = "engine/refused.py", "resting.py", "planner/options.py", "engine/codec.py", "engine/features.py"
 
 
 class Feature(NamedTuple):
@@ -60,6 +60,7 @@ FEATURES = {
             "checkpoint/files.py",
             "fp8.py",
             "int8.py",
+            "engine/coded.py",
             "numerics.py",
         ),
     ),
@@ -83,11 +84,11 @@ FEATURES = {
         r"|import follow_edits|\bCOMPUTED\b|_landing\(|def _fill",
         ("engine/quantised.py", "fp8.py"),
         r"accepted|_filled",
-        ("int8.py",),
+        ("engine/coded.py",),
     ),
     "gradients in 8 bits": Feature(
         r"int8|\bcodes\b|coded\(|Coded\b|\.encoded\(|def encoded|\.message\b|def message\b",
-        ("int8.py",),
+        ("int8.py", "engine/coded.py"),
         r"torch\.u?int8|uint8|escape",
         ("ranks/transport.py", "ranks/shared_memory.py", "checkpoint/files.py"),
     ),

@@ -17,16 +17,14 @@ as NaN. So each owner sees where a gradient is no number, and an infinity arrive
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from .device import ask, chunk, divisor
-from .errors import UserError
-from .layout import Bucket, Partition
-from .numerics import BLOCK, COMPUTED, simulated
+from .layout import Bucket
+from .numerics import BLOCK, simulated
 
 BYTE = torch.uint8
 BYTES = BLOCK + 4  # of a block: its codes, then its scale
@@ -122,40 +120,3 @@ class Coded:
         if not rows.is_cpu or ask((scales < 0).any()):
             values.masked_fill_((codes == _NO_NUMBER) & (scales < 0), torch.nan)
         return values.view(-1)[where.start - first * BLOCK : where.stop - first * BLOCK]
-
-
-def check_partition(partition: Partition) -> None:
-    """Refuse, by name, what gradients of 8 bits do not go with."""
-    trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    if partition.align % BLOCK or any(bound % BLOCK for bucket in trained for bound in bucket.bounds):
-        raise UserError(
-            f"gradients of 8 bits have a scale for each {BLOCK} elements of a parameter, and no cut may fall inside",
-            got=f'Layout(align={partition.align}), Comm(reduce="int8")',
-            instead=f"Layout(align={BLOCK}), the default",
-        )
-    for bucket in trained:
-        parts = bucket.along or any(slot.cut is not None for slot in bucket.slots)
-        if parts or bucket.dtype not in map(str, COMPUTED):
-            raise UserError(
-                "gradients of 8 bits are those of real parameters of 16 or 32 bits that all ranks shard",
-                where=f"parameter {bucket.slots[0].name!r}",
-                got="an expert, or a part beside tensor parallelism" if parts else bucket.dtype,
-                instead='Comm(reduce="ordered")',
-            )
-
-
-class Codes:
-    """The format of contributions that travel as codes: see `engine/codec.py`."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self._values = bucket
-        self.bucket = coded(bucket)
-        self.dtype = BYTE
-
-    def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        message = take(self.bucket.numel, BYTE)
-        encode_(message, values, self._values)
-        return message
-
-    def decode(self, piece: Tensor) -> Coded:
-        return Coded(piece)

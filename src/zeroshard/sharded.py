@@ -24,23 +24,20 @@ from .engine.alike import Alike, editable, joined, report_lost_edits
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
-from .engine.codec import message
+from .engine.codec import Values
 from .engine.contribution import Contribution
+from .engine.features import check_present, features, first
 from .engine.finite import Finite
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, keep_fast_paths, refuse_copy, refuse_load, refuse_state_dict, weak
-from .engine.in_backward import InBackward
-from .engine.kernels import launch_once
 from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.publish import publish
-from .engine.quantised import follow_edits
-from .engine.recompute import recompute
 from .engine.reduction import Reduction
 from .engine.refused import refuse, settings
-from .engine.relay import relayed
 from .engine.schedule import Schedule, Step
+from .engine.sums import Delivery
 from .engine.tensor_parallel import mesh_of
 from .engine.undo import Before
 from .engine.unit import Managed, Unit, units_named
@@ -88,8 +85,9 @@ class Engine:
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.replicas = self.group.team.seat.replicas
-        asked = asked._replace(replicas=self.replicas)  # a mesh says how many
+        self.asked = asked = asked._replace(replicas=self.replicas)  # a mesh says how many
         refuse(asked.placing)
+        check_present(asked)
         parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer, in_backward)
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:
@@ -125,26 +123,22 @@ class Engine:
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
         self.finite = Finite(self.group, precision.nonfinite)
-        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, [self.finite], relayed)
+        deliver = first("delivery", self.group.team) or Delivery.at_once
+        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, [self.finite], deliver)
         for buffer in self.buffers:
             if buffer.bucket.trainable:
                 self._train(buffer)
-        launch_once((accumulator.buffer for accumulator in self.gradients.accumulators), self.group)
         self.sends_always = self.layout.buffers == "always"
         self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
         self.schedule.backward.hook_gradients()
-        for unit in self.units:
-            if unit.recomputed:
-                recompute(unit, self.schedule)
         parts_of_a_step = self.buffers, self.gradients, self.schedule, self.finite
         self.bindings: list[Binding] = []
         for number, each in enumerate(optimizers):
             self.bindings.append(Binding(self, each, number, *parts_of_a_step, by_bucket=by_bucket(each)))
-        self.in_backward: InBackward | None = None
-        if parts.in_backward:
-            watching = weak(self.check_edits)
-            self.in_backward = InBackward(self.bindings, self.gradients, self.schedule, watching)
-            self.reduction.subscribers.append(self.in_backward)
+        for feature in features():
+            feature.ready(self)
+            if (subscriber := feature.subscriber(self, self.asked)) is not None:
+                self.reduction.subscribers.append(subscriber)
         self._structure = Structure(model)
         self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
@@ -167,7 +161,7 @@ class Engine:
 
     def _train(self, buffer: Buffer) -> None:
         """Enter a bucket whose parameters receive gradients."""
-        codec = message(self.reduction.settings.reduce, buffer.bucket, buffer.reduce_dtype)
+        codec = first("message", self.asked, buffer.bucket) or Values(buffer.bucket, buffer.reduce_dtype)
         sources = buffer.team.seat.parts if self.layout.apart else 1
         self.reduction.add(
             Contribution(self.gradients.add(buffer), self.units[buffer.bucket.unit], codec, sources=sources)
@@ -260,7 +254,8 @@ class Engine:
         self.group.refuse_within(busy=any(binding.busy for binding in self.bindings))
 
     def optimizers(self) -> Sequence[Step]:
-        return self.bindings if self.in_backward is None else [*self.bindings, self.in_backward]
+        steps = [each.step for each in self.reduction.subscribers]
+        return [*self.bindings, *(step for step in steps if step is not None)]
 
     def boundary(self) -> None:
         """Save, if a signal was heard, at the first training forward after a step: it is about to begin."""
@@ -371,7 +366,9 @@ class Engine:
             )
         if self.replicas > 1 and differ:
             write_from = 0  # each shard has an owner in every replica, and these would differ
-        for buffer in follow_edits(units, write_from):
+        seen_to = {index for feature in features() for index in feature.left(units, write_from)}
+        buffers = (buffer for unit in units for buffer in unit.buffers)
+        for buffer in (buffer for buffer in buffers if buffer.bucket.index not in seen_to):
             buffer.gathered.rebind()
             if write_from is not None:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
@@ -400,8 +397,8 @@ class Engine:
         if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
-        if self.in_backward is not None and what != "loading":
-            self.in_backward.check_ended(what)
+        for each in self.reduction.subscribers if what != "loading" else ():
+            each.between_steps(what)
         updates = updates_for(what, self.moving)
         self.before_step()
         report_lost_edits(() if what == "loading" else self.buffers, self.group)
@@ -432,7 +429,7 @@ class Engine:
         publish([buffer for buffer in self.buffers if buffer.codec.agrees], overlap=False, outside=True)
         self.comparing.written()
         self.gradients.hide(self.gradients.entries)
-        if self.in_backward is not None:
-            self.in_backward.awaited.clear()
+        for each in self.reduction.subscribers:
+            each.loaded()
         for unit in self.units:
             unit.release()

@@ -5,7 +5,6 @@ Nothing of the model changes before every rank has agreed that it can and will d
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +26,8 @@ from ..tiers.tier import DeviceTier, HostTier, Offload, OnceTier, PassingTier, T
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .codec import Plain
+from .features import features, first
 from .guard import SavedTensors
-from .in_backward import check_in_backward
 from .preflight import (
     agree,
     ask_all,
@@ -42,7 +41,6 @@ from .preflight import (
     divides_masters,
     givers,
 )
-from .quantised import E4M3, check_fp8, chosen
 from .refused import Settings, refuse
 from .tensor_parallel import TensorParallel, check_tensors, replace_dtensors
 from .undo import Before
@@ -118,9 +116,8 @@ class Assembly:
             halves = divides_masters(self.precision, self.partition, self.placements, self.offload)
             check_offload(optimizers, self.offload, split=halves)
             check_once(self.offload, self.group)
-            check_fp8(self.partition, self.offload)
-            if self.in_backward:
-                check_in_backward(optimizers)
+            for feature in features():
+                feature.check(self, optimizers, asked)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts |= {"stage": self.stage, "optimizer_in_backward": self.in_backward}
@@ -139,7 +136,7 @@ class Assembly:
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
         specs, along = [], parameters_along(self.managed, layout)
         matching(self.managed, self.precision.keep, "Precision.keep")
-        fp8 = chosen(self.managed, self.precision)
+        fp8 = first("chosen", self.managed, self.precision) or ()
         for r in self.managed:
             kept = self.precision.keeps(r.names)
             dtype = self.precision.of(kept=kept).param(r.param.dtype)
@@ -210,7 +207,7 @@ class Assembly:
                 if self.in_backward:
                     tiers["gradients"] = PassingTier(self.tier)
                 align, placed = self.partition.align, self.placements
-                codec = functools.partial(E4M3, scaling=self.precision.scaling) if bucket.fp8 else Plain
+                codec = first("codec", self, bucket) or Plain
                 where = self.group, self.tier, tiers, self.saved
                 buffer = Buffer(bucket, params, align, placed, self.precision, *where, codec=codec, native=self.native)
                 for index, param in enumerate(params):

@@ -28,10 +28,10 @@ from ..strips import Among, Strips
 from ..tiers.tier import DeviceTier, Tier
 from .codec import Cast, Plain
 from .edits import Edits, increment_versions
+from .features import first
 from .flat import Flat
 from .gathered import Gathered, State, alias, home
 from .guard import SavedTensors, unflip
-from .split import SplitOf
 
 
 class Gatherer(Protocol):
@@ -180,9 +180,9 @@ class Buffer:
 
     def _make_master(self, values: Tensor) -> None:
         degree = self.placements.optimizer
-        if self.masters is Master.SPLIT:
-            self.codec = split = SplitOf(self, values)
-            self.master = Flat(self.bucket, self.group, split.rest, self.formats.master, degree, "master")
+        if (codec := first("masters", self, values)) is not None:
+            self.codec = codec
+            self.master = Flat(self.bucket, self.group, codec.rest, self.formats.master, degree, "master")
             self.edits.mark_followed()
             return
         self.master = self.reserve("master", self.formats.master, degree)

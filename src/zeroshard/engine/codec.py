@@ -6,7 +6,7 @@
     E4M3    8 bits, and a scale for each tile, beside masters: `quantised.py`
 
     Values  gradients as they are added up
-    Codes   8 bits, and a scale for each block: `int8.py`
+    Codes   8 bits, and a scale for each block: `coded.py`
 
 A format that rests or travels in another way is a codec of its own. The bucket asks the first kind where a gather's
 bytes arrive, what they stand for, and what to do with an edit; a sum asks the second what to send, and what arrived.
@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ..int8 import Codes, check_partition
-from ..layout import Bucket, Partition
+from ..layout import Bucket
 
 if TYPE_CHECKING:
     from .buffer import Buffer
@@ -164,14 +163,3 @@ class Values:
 
     def decode(self, piece: Tensor) -> Tensor:
         return piece
-
-
-def message(reduce: str, bucket: Bucket, dtype: torch.dtype) -> Message:
-    """Return the codec of a bucket's contributions, by `Comm.reduce`; dtype: of those that are not coded."""
-    return Codes(bucket) if reduce == "int8" else Values(bucket, dtype)
-
-
-def check_message(reduce: str, partition: Partition) -> None:
-    """Refuse, by name, what the format of contributions does not go with."""
-    if reduce == "int8":
-        check_partition(partition)

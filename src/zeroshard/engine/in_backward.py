@@ -21,9 +21,12 @@ from ..ranks.transport import Work
 from .accepted import BY_TENSOR, by_bucket
 from .accumulator import Accumulator
 from .buffer import Buffer
+from .features import Feature
 from .gradient import Gradients
+from .guard import weak
 from .optim import Binding
 from .publish import publish
+from .refused import Settings
 from .schedule import Schedule
 from .subscriber import Subscriber
 
@@ -192,8 +195,8 @@ class InBackward(Subscriber):
         if trouble is not None:
             self.group.report(trouble)
 
-    def check_ended(self, what: str) -> None:
-        """Refuse a call that belongs between two steps, if backward has updated and step() has not ended the step."""
+    def between_steps(self, what: str) -> None:
+        """Refuse a call if backward has updated and step() has not ended the step."""
         if self.awaited:
             raise StateError(
                 f"{what} between backward, which has updated the weights, and optimizer.step(), which ends the step",
@@ -201,10 +204,17 @@ class InBackward(Subscriber):
                 instead="call it after optimizer.step()",
             )
 
+    def loaded(self) -> None:
+        self.awaited.clear()
+
     # --- an exception -----------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         self._landed.clear()
+
+    @property
+    def step(self) -> InBackward:
+        return self
 
     @property
     def stepping(self) -> bool:
@@ -271,3 +281,20 @@ def cover_scalers() -> None:
 
 def _note_scaled(grad: Tensor) -> None:
     _scaled.append(torch._C._current_graph_task_id())
+
+
+class _Manifest(Feature):
+    name = "the optimizer in backward"
+    page = "guide.md"
+
+    def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+        if settings.in_backward:
+            check_in_backward([*optimizers])
+
+    def subscriber(self, engine: Any, settings: Settings) -> InBackward | None:
+        if not settings.in_backward:
+            return None
+        return InBackward(engine.bindings, engine.gradients, engine.schedule, weak(engine.check_edits))
+
+
+FEATURE = _Manifest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,21 +22,10 @@ from ..numerics import (
     sums_from_bins,
     sums_in,
 )
-from ..ranks.agreement import Group
-from .buffer import Buffer
+from .features import Feature
 
 
-def launch_once(buffers: Iterable[Buffer], group: Group) -> None:
-    """Let the device load what backwards will launch for these buckets."""
-    if not asynchronous(group.device):
-        return
-    for sums, sent, master in sorted({(b.grad_dtype, b.reduce_dtype, b.formats.master) for b in buffers}, key=str):
-        like = torch.empty(0, dtype=sums, device=group.device)
-        if not simulated(like):
-            _launch_once(like, sent, master, group.sources)
-
-
-def _launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int, order: float = 2.0) -> None:
+def launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int, order: float = 2.0) -> None:
     """Launch each kernel that sums, averages and norms are made of once, on a few numbers.
 
     like: of the device, in a sum's dtype. CUDA loads a kernel when it is first launched, and may wait there for all
@@ -55,3 +44,21 @@ def _launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: in
     like.new_zeros(1, dtype=master).copy_(total[:1])  # the average as the optimizer takes it
     reseed_(like.new_zeros(1, dtype=master), pieces[0][:1], asked=False)
     pieces[0].copy_(total).copy_(pieces[0].clone()).zero_()  # the cast of a master, and a gradient as it is sent
+
+
+class _Manifest(Feature):
+    name = "kernels loaded before messages wait for them"
+    page = "gpus.md"
+
+    def ready(self, engine: Any) -> None:
+        group = engine.group
+        if not asynchronous(group.device):
+            return
+        buffers = [accumulator.buffer for accumulator in engine.gradients.accumulators]
+        for sums, sent, master in sorted({(b.grad_dtype, b.reduce_dtype, b.formats.master) for b in buffers}, key=str):
+            like = torch.empty(0, dtype=sums, device=group.device)
+            if not simulated(like):
+                launch_once(like, sent, master, group.sources)
+
+
+FEATURE = _Manifest()

@@ -24,7 +24,6 @@ from ..ranks.comm import Comm
 from ..resting import Master, master_of
 from ..stage import Placements
 from ..tiers.tier import Offload
-from .codec import check_message
 from .options import words
 from .unit import Managed
 
@@ -244,7 +243,6 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
                 got=f"align={partition.align}, and updates in {updated}",
                 instead="the default align, or Precision() without master_dtype",
             )
-    check_message(comm.reduce, partition)
     if comm.reduce == "native" and not partition.even:
         raise UserError(
             "the backend's reduce-scatter needs shards of one size",

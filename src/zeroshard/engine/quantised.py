@@ -10,9 +10,10 @@ Nothing else in the engine knows of it: such parameters are gathered for use at 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +21,19 @@ from torch import Tensor, nn
 from .. import fp8
 from ..errors import StateError, TierError, UserError
 from ..events import ends
-from ..layout import Partition
+from ..layout import Bucket, Partition
 from ..numerics import COMPUTED, Precision, same_bits, simulated
 from ..tiers.tier import Offload
 from .buffer import Buffer
 from .codec import Plain
+from .features import Feature
 from .gathered import alias
 from .publish import publish
+from .refused import Settings
 from .unit import Managed, Unit, matching
+
+if TYPE_CHECKING:
+    from .assembly import Assembly
 
 ROUTERS = ("router", "gate")  # modules that choose experts by numbers close to each other
 
@@ -304,17 +310,11 @@ def _on_any_rank(codecs: list[E4M3], mine: list[bool]) -> list[E4M3]:
 
 
 @torch.no_grad()
-def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
+def follow_edits(found: list[E4M3], write_from: int | None) -> None:
     """Make masters, scales and bytes follow edits as all ranks leave gathered(): owners' edits, or one rank's.
 
-    Afterwards the gathered copy is what the bytes stand for: an edit, too, is rounded to 8 bits. Returns the buffers
-    that are not fp8, which each follow by themselves.
+    Afterwards the gathered copy is what the bytes stand for: an edit, too, is rounded to 8 bits.
     """
-    buffers = [buffer for unit in units for buffer in unit.buffers]
-    found = [buffer.codec for buffer in buffers if isinstance(buffer.codec, E4M3)]
-    others = [buffer for buffer in buffers if not buffer.bucket.fp8]
-    if not found:
-        return others
     for buffer in (codec.buffer for codec in found) if write_from is not None else ():
         assert write_from is not None
         buffer.gathered.rebind()
@@ -334,4 +334,27 @@ def follow_edits(units: Sequence[Unit], write_from: int | None) -> list[Buffer]:
     for buffer in edited:
         buffer.gather().wait()
         buffer.land()
-    return others
+
+
+class _Manifest(Feature):
+    name = "parameters in 8 bits"
+    page = "guide.md"
+
+    def chosen(self, managed: list[Managed], precision: Precision) -> set[str]:
+        return chosen(managed, precision)
+
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+        check_fp8(assembly.partition, assembly.offload)
+
+    def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
+        return functools.partial(E4M3, scaling=assembly.precision.scaling) if bucket.fp8 else None
+
+    def left(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
+        codecs = [buffer.codec for unit in units for buffer in unit.buffers]
+        found = [codec for codec in codecs if isinstance(codec, E4M3)]
+        if found:
+            follow_edits(found, write_from)
+        return {codec.buffer.bucket.index for codec in found}
+
+
+FEATURE = _Manifest()

@@ -9,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .backward import in_backward
+from .features import Feature
 from .guard import outside, transformed
 from .schedule import Schedule
 from .unit import Unit
@@ -64,3 +65,16 @@ class _Segment:
             schedule.leave(self._unit, self._unit.module, (), None)
         elif schedule is not None and entered is not None:
             schedule.saved.pop()
+
+
+class _Manifest(Feature):
+    name = "recompute"
+    page = "guide.md"
+
+    def ready(self, engine: Any) -> None:
+        for unit in engine.units:
+            if unit.recomputed:
+                recompute(unit, engine.schedule)
+
+
+FEATURE = _Manifest()

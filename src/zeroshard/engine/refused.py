@@ -32,6 +32,8 @@ class Settings(NamedTuple):
     reduce_dtype: Any = None
     nonfinite: str = "ignore"
     split_master: bool = False
+    fp8: Any = False
+    recompute: Any = False
     once: bool = False  # Offload(parameters="shared")
     gradients: Any = "device"  # Offload.gradients
     accumulate: int = 1  # backwards per step, as plans ask
@@ -56,7 +58,7 @@ def settings(
     others: fields of `Settings` that no policy has.
     """
     if precision is not None:
-        names = ("reduce_dtype", "nonfinite", "split_master")
+        names = ("reduce_dtype", "nonfinite", "split_master", "fp8")
         others |= {name: getattr(precision, name) for name in names}
     if offload is not None:
         others |= {"once": offload.once, "gradients": gradients_of(offload)}
@@ -65,6 +67,7 @@ def settings(
         bounds=layout.bounds,
         align=layout.base,
         apart=layout.apart,
+        recompute=layout.recompute,
         reduce=comm.reduce,
         transport=comm.transport,
         over=comm.optimizer,

@@ -11,6 +11,7 @@ they wait, only when this rank's part is there, bucket by bucket in the order of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,7 @@ from ..layout import Bucket
 from ..numerics import running_dtype
 from ..ranks.transport import Team, Work
 from .accumulator import Accumulator
+from .features import Feature
 from .scratch import Scratch
 from .sums import Delivery
 
@@ -78,8 +80,19 @@ def relayed(accumulator: Accumulator, scratch: Scratch) -> Delivery:
     """Return the delivery of one bucket's sum, if replicas hand it on and this rank has a part of it."""
     buffer, team = accumulator.buffer, accumulator.buffer.team
     own = accumulator.bucket.shard_numel(team.position)
-    if team.seat.summed == 1 or not own:
+    if not own:
         return Delivery()
     running = scratch.take(own, running_dtype(buffer.grad_dtype))
     # The average comes straight to where the sum rests: it cannot come before that was read.
     return Relay(team, accumulator.bucket, running, accumulator.landing(scratch.take))
+
+
+class _Manifest(Feature):
+    name = "replicas"
+    page = "guide.md"
+
+    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch], Delivery] | None:
+        return relayed if team.seat.summed > 1 else None
+
+
+FEATURE = _Manifest()

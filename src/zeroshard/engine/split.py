@@ -21,8 +21,10 @@ from ..device import blank
 from ..events import DEVICE, HOST
 from ..headroom import SPLIT_BITS
 from ..numerics import join_, split_
+from ..resting import Master
 from ..tiers.tier import DeviceTier, Rest, Tier
 from .codec import Plain
+from .features import Feature
 from .flat import Flat
 
 if TYPE_CHECKING:
@@ -213,3 +215,14 @@ class SplitOf(Plain):
 
     def forget_kept(self) -> None:
         self.rest.forget_kept()
+
+
+class _Manifest(Feature):
+    name = "split masters"
+    page = "guide.md"
+
+    def masters(self, buffer: Buffer, values: Tensor) -> SplitOf | None:
+        return SplitOf(buffer, values) if buffer.masters is Master.SPLIT else None
+
+
+FEATURE = _Manifest()

@@ -13,6 +13,7 @@ One that uses averages as they come (`early`) has a queue of its own: `due` and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -52,6 +53,17 @@ class Subscriber:
 
     def ended(self) -> None:
         """End a backward that is complete."""
+
+    def between_steps(self, what: str) -> None:
+        """Refuse a call that belongs between two steps, if this feature is in the middle of one."""
+
+    def loaded(self) -> None:
+        """Forget what was under way: all weights were loaded."""
+
+    @property
+    def step(self) -> Any:
+        """Its part of a step, if an exception may leave that half done (`schedule.Step`); else None."""
+        return None
 
     def abandon(self) -> None:
         """End a backward that an exception has ended."""

@@ -35,7 +35,7 @@ def holding(zero: Zero) -> Holding:
         scales = sum(grid(slot.shape, precision.scaling).number for slot in bucket.slots) if bucket.fp8 else 0
         return resting(
             bucket, precision.formats(bucket), zero.placements, zero._engine.resting[bucket.index],
-            one_memory=zero._engine.device.type == "cpu", accumulated=zero._engine.in_backward is None,
+            one_memory=zero._engine.device.type == "cpu", accumulated=not zero._engine.asked.in_backward,
             averaged=zero._engine.moving is not None, scales=scales,
         )  # fmt: skip
 

@@ -129,7 +129,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     share = Fraction(cast, sums["parameters"] or 1) if cast else Fraction()
     parameters, gradients = (Fraction(sums.pop(state, 0), total) for state in ("parameters", "gradients"))
     optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
-    early = zero._engine.in_backward is not None
+    early = zero._engine.asked.in_backward
     kept = parameters, gradients, optimizer_states
     return recipes.Recipe("the job's own", *kept, None, per_tensor, cast=share, in_backward=early)
 

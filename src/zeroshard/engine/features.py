@@ -1,0 +1,113 @@
+"""The features that can be taken out: a file each, with a manifest that says where it hooks in.
+
+    verb       hook         the feature answers with
+    shard      chosen       parameters that its codec is for
+               check        refusals of what a model and its optimizers may not have
+               ready        anything to be done once the engine stands
+    gather     codec        how parameters rest, and become what modules compute with
+               masters      how their masters rest
+               left         edits to follow as all ranks leave gathered()
+    sum        message      how contributions travel
+               delivery     how a sum reaches where it rests
+    backward   subscriber   one that hears of each bucket's sum
+
+No other file imports a feature's. Without that file all else works, and settings that ask for it are refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..layout import Bucket
+    from ..numerics import Precision
+    from ..ranks.transport import Team
+    from .accumulator import Accumulator
+    from .assembly import Assembly
+    from .buffer import Buffer
+    from .codec import Message, Plain
+    from .refused import Settings
+    from .scratch import Scratch
+    from .subscriber import Subscriber
+    from .sums import Delivery
+    from .unit import Managed, Unit
+
+# By file, how a program asks for it: words, and a question about settings.
+FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
+    "kernels": ("", lambda s: False),
+    "recompute": ("Layout(recompute=...)", lambda s: s.recompute),
+    "quantised": ("Precision(fp8=...)", lambda s: s.fp8),
+    "split": ("Precision(split_master=True)", lambda s: s.split_master),
+    "coded": ('Comm(reduce="int8")', lambda s: s.reduce == "int8"),
+    "relay": ("Comm(replicas=...)", lambda s: s.replicas > 1),
+    "in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
+}
+
+
+class Feature:
+    """A manifest: its name, its page, and the hooks that it has. The others answer nothing."""
+
+    name = ""  # as documents call it
+    page = ""  # where they do, below docs/
+
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+        """Refuse, by `UserError`, what it does not go with; `assembly` has the model's parameters laid out."""
+
+    def chosen(self, managed: list[Managed], precision: Precision) -> set[str] | None:
+        """Return the names of parameters that settings give to this feature's `codec`."""
+
+    def ready(self, engine: Any) -> None:
+        """Do what is left once a model's engine (`sharded.Engine`) stands."""
+
+    def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
+        """Return what makes the codec of a bucket's parameters, if they are this feature's."""
+
+    def masters(self, buffer: Buffer, values: Tensor) -> Plain | None:
+        """Return the codec of parameters whose masters rest in this feature's way: with `rest`, which has `values`."""
+
+    def left(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
+        """Follow edits as all ranks leave gathered(), and return the indices of the buckets that it has seen to."""
+        return set()
+
+    def message(self, settings: Settings, bucket: Bucket) -> Message | None:
+        """Return the format in which contributions to a bucket's sum travel, if they travel in this feature's."""
+
+    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch], Delivery] | None:
+        """Return what makes the delivery of each sum, if this feature delivers them."""
+
+    def subscriber(self, engine: Any, settings: Settings) -> Subscriber | None:
+        """Return what takes part in the backwards of an engine, if this feature does."""
+
+
+@functools.cache
+def features() -> tuple[Feature, ...]:
+    """Load the manifests of all features that are here, in the order of `FILES`."""
+    here = [name for name in FILES if importlib.util.find_spec(f"{__package__}.{name}") is not None]
+    return tuple(importlib.import_module(f"{__package__}.{name}").FEATURE for name in here)
+
+
+def check_present(settings: Settings) -> None:
+    """Refuse settings that ask for a feature whose file is not here."""
+    for name, (words, asks) in FILES.items():
+        if asks(settings) and importlib.util.find_spec(f"{__package__}.{name}") is None:
+            raise UserError(
+                "this build of zeroshard is without a feature that the settings ask for",
+                expected=f"zeroshard/engine/{name}.py",
+                got=words,
+                instead="leave it out, or install zeroshard as it is published",
+            )
+
+
+def first(hook: str, *args: Any) -> Any:
+    """Return the first answer that a feature has to a hook; None if none has any."""
+    answers = (getattr(feature, hook)(*args) for feature in features())
+    return next((answer for answer in answers if answer is not None), None)

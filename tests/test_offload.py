@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import models
 import ranks
@@ -505,6 +506,39 @@ FAULTS = {
     "write-error": (partial(failing, "pwritev"), {}, "Input/output error"),
     "corrupted": (corrupt, {}, "has digest"),
 }
+
+
+def asking(zero, how):
+    """Use all gradients, as clipping, an edit and a GradScaler do."""
+    params = [*zero.model.parameters()]
+    if how == "clip":
+        zero.clip_grad_norm_(1e-3)
+    elif how == "edit":
+        for param in params:
+            param.grad.mul_(2.0)
+    else:
+        grads, found = [param.grad for param in params], torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
+
+
+@pytest.mark.row(55)
+@pytest.mark.parametrize("how", ["clip", "edit", "unscale"])
+def test_gradients_that_cannot_be_brought_are_reported_at_the_step(monkeypatch, tmp_path, how):
+    """Not where they are asked for: other ranks have no error there, and would wait for this one's answer."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))  # more buckets than a file has buffers
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    offload = Offload(gradients="nvme", path=tmp_path)
+    zero = zeroshard.shard(model, optimizer, stage=2, layout=Layout(units=["*"]), offload=offload)
+    model(torch.ones(2, 64)).sum().backward()
+
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", fail)
+        asking(zero, how)
+        with pytest.raises(TierError, match="Input/output error"):
+            optimizer.step()
 
 
 def test_what_could_not_be_had_is_not_counted(monkeypatch, tmp_path):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -218,11 +218,10 @@ class Gradients:
         except TierError as error:
             self.group.report(error)
 
-    @contextlib.contextmanager
-    def holding(self, accumulator: Accumulator, *, changed: bool = True) -> Iterator[None]:
-        """Hold a sum in memory for the block, in which a `TierError` is reported."""
+    def hold(self, accumulator: Accumulator, act: Callable[[], None], *, changed: bool = True) -> None:
+        """Do this with a sum in memory, unless that cannot be brought. A `TierError` is reported."""
         with self.reporting(), accumulator.sum.here(changed=changed):
-            yield
+            act()
 
     def full(self, entry: Entry) -> Tensor:
         """Gather the whole averaged gradient of one parameter, on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -35,17 +36,19 @@ def norms(book: Gradients, order: float) -> Tensor:
     together = _TOGETHER if asynchronous(device) else 0
     tallies = {device: _tally(count, order, device)}  # also of sums that rest in host memory, there
     found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # owners and sums, added up in one go
-    for accumulator in _filled(book):
-        at = device
-        with book.holding(accumulator, changed=False):
-            blocks = accumulator.blocks()
-            sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else group.sources, order)
-            at = sums.device
-            if at not in tallies:
-                tallies[at] = _tally(count, order, at)
-            found.setdefault(at, []).append((blocks.owner, sums))
-        if sum(len(owner) for owner, _ in found.get(at, ())) > together:
+
+    def tally_up(accumulator: Accumulator) -> None:
+        blocks = accumulator.blocks()
+        sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else group.sources, order)
+        at = sums.device
+        if at not in tallies:
+            tallies[at] = _tally(count, order, at)
+        found.setdefault(at, []).append((blocks.owner, sums))
+        if sum(len(owner) for owner, _ in found[at]) > together:
             add(tallies[at], *_joined(found.pop(at)))
+
+    for accumulator in _filled(book):
+        book.hold(accumulator, functools.partial(tally_up, accumulator), changed=False)
     for at, left in found.items():
         add(tallies[at], *_joined(left))
     tally = tallies.pop(device)

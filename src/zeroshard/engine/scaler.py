@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,14 @@ def unscale(book: Gradients, grads: Sequence[Any], found_inf: Tensor, inv_scale:
     by_accumulator: dict[int, list[Any]] = {}
     for grad in grads:
         by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
+
+    def unscale_all(together: list[Any]) -> None:
+        fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
+        for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
+            unscale_(fragments, found_inf.to(fragment.device), inv_scale.to(fragment.device))
+
     for together in by_accumulator.values():
-        with book.holding(together[0]._entry.accumulator):
-            fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
-            for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
-                unscale_(fragments, found_inf.to(fragment.device), inv_scale.to(fragment.device))
+        book.hold(together[0]._entry.accumulator, functools.partial(unscale_all, together))
 
 
 def _finite(book: Gradients, entries: Sequence[Any]) -> bool:
@@ -50,10 +54,12 @@ def _finite(book: Gradients, entries: Sequence[Any]) -> bool:
     for entry in entries:
         by_accumulator.setdefault(id(entry.accumulator), []).append(entry)
     found: dict[torch.device, list[Tensor]] = {}
+
+    def look_at(together: list[Any]) -> None:
+        fragments = [entry.accumulator.fragment(entry.position) for entry in together]
+        if any(fragment.numel() for fragment in fragments):
+            found.setdefault(fragments[0].device, []).append(finite(fragments))
+
     for together in by_accumulator.values():
-        accumulator = together[0].accumulator
-        with book.holding(accumulator, changed=False):
-            fragments = [accumulator.fragment(entry.position) for entry in together]
-            if any(fragment.numel() for fragment in fragments):
-                found.setdefault(fragments[0].device, []).append(finite(fragments))
+        book.hold(together[0].accumulator, functools.partial(look_at, together), changed=False)
     return book.group.failed is None and all(bool(ask(torch.stack(flags).all())) for flags in found.values())

@@ -6,9 +6,8 @@ operation, with the remedy.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -51,8 +50,8 @@ class Book(Protocol):
     def full(self, entry: Entry) -> Tensor:
         """Gather the whole averaged gradient of one parameter, on every rank."""
 
-    def holding(self, accumulator: Accumulator) -> contextlib.AbstractContextManager[None]:
-        """Hold a sum in memory for a block, in which a `TierError` is reported."""
+    def hold(self, accumulator: Accumulator, act: Callable[[], None]) -> None:
+        """Do this with a sum in memory, unless that cannot be brought. A `TierError` is reported."""
 
     def displace(self, entry: Entry, grad: ShardedGrad) -> None:
         """Keep what `p.grad` shows, because autograd is about to add to it."""
@@ -356,8 +355,11 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.dim() == 0):
                 grad._book.note_edit(func.__name__, other)
     others = [cut(other) for other in others]
-    with grad._book.holding(entry.accumulator):
-        mine = grad.editable()
+
+    def edit() -> None:
+        mine, here = grad.editable(), others
         if mine.is_cpu:  # also of a model on a device, whose gradients rest in host memory
-            others = [grad._book.in_host_memory(other) if isinstance(other, Tensor) else other for other in others]
-        func(mine, *others, **kwargs)
+            here = [grad._book.in_host_memory(other) if isinstance(other, Tensor) else other for other in others]
+        func(mine, *here, **kwargs)
+
+    grad._book.hold(entry.accumulator, edit)

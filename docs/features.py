@@ -23,7 +23,7 @@ METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
 BELOW = "worlds"  # stands under torch.distributed, and knows no feature: its words mean other things
 # Of what goes together, what rests where, the commands' options, what a codec does, where features hook in: none counts.
-TABLES = "engine/refused.py", "resting.py", "planner/options.py", "engine/codec.py", "engine/features.py"
+TABLES = "engine/refused.py", "resting.py", "planner/options.py", "engine/codec.py", "features.py"
 
 
 class Feature(NamedTuple):
@@ -51,7 +51,7 @@ FEATURES = {
     "experts": Feature(
         r"\balong\b|parameters_along|seat_along|\.parts\b(?!\()|seat\.part\b|self\.part\b(?!\()|everyones|position_of"
         r"|team_of\(|give_all|\boffset\(",
-        ("checkpoint/listed.py", "planner/experts.py"),
+        ("checkpoint/listed.py", "planner/experts.py", "engine/apart.py"),
         r"strips\.parts|saved along|self\.strips|_everyones|self\.parts\.get|kinds\.parts|strips\(name\)\.parts|cut\[r\.name\]",
         (
             "checkpoint/manifest.py",
@@ -153,7 +153,7 @@ FEATURES = {
     ),
     "recompute": Feature(r"recompute", ("engine/recompute.py",)),
     "first value that is no number": Feature(
-        r"self\.finite|finite\.|\bFinite\b|nonfinite|Nonfinite|Finding\b|\.skipped\b|judge\(|_skips\b",
+        r"self\.finite|finite\.|\bFinite\b|nonfinite|Nonfinite|Finding\b|\.skipped\b|judge\(",
         ("engine/finite.py",),
         homonyms=("int8.py", "engine/tensor_parallel.py"),
     ),
@@ -220,6 +220,8 @@ FEATURES = {
             "numerics.py",
             "int8.py",
             "engine/gradient.py",
+            "engine/accumulator.py",
+            "engine/norms.py",
             "ranks/groups.py",
             "ranks/process_team.py",
             "ranks/neighbours.py",
@@ -232,7 +234,7 @@ FEATURES = {
 
 # What a newcomer reads to follow one step at stages 0-3, in reading order.
 RING_A = (
-    "errors.py", "events.py", "stage.py", "layout.py", "numerics.py",
+    "errors.py", "features.py", "events.py", "stage.py", "layout.py", "numerics.py",
     "ranks/transport.py", "ranks/process_group.py",
     "engine/codec.py", "engine/flat.py", "engine/gathered.py", "engine/buffer.py", "engine/unit.py", "engine/accumulator.py",
     "engine/sharded_grad.py", "engine/gradient.py", "engine/subscriber.py", "engine/contribution.py", "engine/scratch.py",

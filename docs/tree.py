@@ -10,25 +10,26 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
 GUIDE = ROOT / "docs" / "guide.md"
+FEATURES = ": features"
 
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
-    "errors.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
+    "errors.py", "features.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
     "layout.py", "headroom.py", "device.py",
-    "resting.py", "numerics.py", "fp8.py", "int8.py", "digests.py",
+    "resting.py", "numerics.py", "bins.py", "fp8.py", "int8.py", "digests.py",
     "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py", "ranks/transport.py",
     "ranks/agreement.py", "ranks/together.py",
     "ranks/streams.py", "ranks/ending.py", "ranks/neighbours.py", "ranks/one_copy.py",
     "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
     "ranks/process_team.py", "ranks/process_group.py", "ranks/mesh.py",
     "tiers/pool.py", "tiers/tier.py", "tiers/nvme.py",
-    "engine/refused.py", "engine/features.py",
+    "engine/refused.py",
     "engine/codec.py", "engine/flat.py", "engine/split.py", "engine/guard.py", "engine/gathered.py", "engine/edits.py",
     "engine/buffer.py",
-    "engine/publish.py", "engine/kernels.py", "engine/apart.py", "engine/unit.py", "engine/quantised.py", "engine/coded.py",
+    "engine/publish.py", "engine/kernels.py", "engine/unit.py", "engine/quantised.py", "engine/coded.py",
     "engine/scratch.py", "engine/accumulator.py", "engine/scaler.py", "engine/sharded_grad.py",
     "engine/norms.py", "engine/gradient.py", "engine/subscriber.py", "engine/finite.py",
-    "engine/contribution.py", "engine/sums.py", "engine/relay.py",
+    "engine/contribution.py", "engine/apart.py", "engine/sums.py", "engine/relay.py",
     "engine/reduction.py",
     "engine/script.py", "engine/backward.py", "engine/schedule.py", "engine/recompute.py",
     "engine/fragment.py", "engine/averages.py", "engine/alone.py", "engine/options.py", "engine/hooks.py",
@@ -84,12 +85,27 @@ def every_room() -> str:
     return "\n".join([*lines, *(f"{name + '/':{wide + 2}}{about}" for name, about in OUTSIDE.items()), "```", ""])
 
 
-def written(page: Path, content: str) -> str:
-    """The page with this between its marks."""
-    before, begin, rest = page.read_text().partition("<!-- docs/tree.py -->\n")
-    _, end, after = rest.partition("<!-- end of docs/tree.py -->")
+def written(page: Path, content: str, what: str = "") -> str:
+    """The page with this between its marks. what: which list, of a page that has two."""
+    before, begin, rest = page.read_text().partition(f"<!-- docs/tree.py{what} -->\n")
+    _, end, after = rest.partition(f"<!-- end of docs/tree.py{what} -->")
     assert begin and end, page
     return f"{before}{begin}{content}{end}{after}"
+
+
+def every_feature() -> str:
+    """The features that can be taken out, from their manifests: file, how to ask for it, where it hooks in."""
+    sys.path.insert(0, str(PACKAGE.parent))
+    from zeroshard.features import FILES, Feature, features
+
+    lines = ["| feature | file | asked for by | hooks |", "|---|---|---|---|"]
+    for (name, (words, _)), feature in zip(FILES.items(), features(), strict=True):
+        hooks = ", ".join(f"`{hook}`" for hook in vars(Feature) if hook in vars(type(feature)) and hook[0] != "_")
+        hooks = hooks.replace("`name`, ", "").replace("`page`, ", "")
+        page = f"[{feature.name}]({feature.page})"
+        file = f"{name.replace('.', '/')}.py"
+        lines.append(f"| {page} | [`{file}`](../src/zeroshard/{file}) | {f'`{words}`' if words else ''} | {hooks} |")
+    return "\n".join([*lines, ""])
 
 
 def every_refusal() -> str:
@@ -103,3 +119,4 @@ def every_refusal() -> str:
 if __name__ == "__main__":
     for page, content in ((ARCHITECTURE, every_file()), (CONTRIBUTING, every_room()), (GUIDE, every_refusal())):
         page.write_text(written(page, content))
+    ARCHITECTURE.write_text(written(ARCHITECTURE, every_feature(), FEATURES))

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ranks
 import verbs
 import zeroshard
-from zeroshard import Comm, device, fp8, int8, numerics
+from zeroshard import Comm, bins, device, fp8, int8, numerics
 from zeroshard.checkpoint import saving
-from zeroshard.engine import preflight
+from zeroshard.engine import preflight, split
 from zeroshard.engine.gradient import Gradients
 from zeroshard.engine.relay import Relay
 from zeroshard.engine.script import Script
@@ -104,9 +104,9 @@ def test_a_sum_on_a_device_launches_one_kernel_for_each_contribution(launches, s
 
 def test_a_norm_on_a_device_waits_for_nothing_and_does_not_split_its_shard(launches):
     spans = [(0, 0, 1_000_003), (1, 1_000_064, 2_000_001)]
-    blocks = numerics.BlockMap(2_000_128, 128, spans, torch.device("meta"))
+    blocks = bins.BlockMap(2_000_128, 128, spans, torch.device("meta"))
     launches.clear()
-    numerics.block_sums(meta(2_000_128), blocks, 1, 2.0)
+    bins.block_sums(meta(2_000_128), blocks, 1, 2.0)
     assert not launches["a boolean index"] and not WAITS & launches.keys()
     assert launches["add"] == 7  # halvings of 128
 
@@ -121,11 +121,11 @@ def chunked():
     seen[77::5000] = 2.0
     numerics.reseed_(master, seen)
     lower, ties = torch.empty(600_000, dtype=torch.int16), torch.empty(75_000, dtype=torch.uint8)
-    numerics.split_(values[2], lower, ties)
+    split.split_(values[2], lower, ties)
     joined = torch.empty(600_000)
-    numerics.join_(joined, values[2].bfloat16(), lower, ties)
-    blocks = numerics.BlockMap(599_936, 128, [(0, 0, 300_001), (1, 300_032, 599_900)], torch.device("cpu"))
-    sums = numerics.block_sums(values[0][:599_936], blocks, 3, 2.0)
+    split.join_(joined, values[2].bfloat16(), lower, ties)
+    blocks = bins.BlockMap(599_936, 128, [(0, 0, 300_001), (1, 300_032, 599_900)], torch.device("cpu"))
+    sums = bins.block_sums(values[0][:599_936], blocks, 3, 2.0)
     tiles = fp8.grid((600, 1000), "128x128")
     scales, raw, numbers = (
         fp8.scales_of(values[0], tiles),

@@ -17,6 +17,7 @@ import numpy
 import pytest
 
 import zeroshard
+from zeroshard import features
 
 pytestmark = pytest.mark.full  # `make check` runs them all
 
@@ -97,15 +98,16 @@ def test_the_reading_order_names_every_file_of_the_core():
     assert sorted(str(path.relative_to(PACKAGE)) for path in files) == sorted(ORDER)
 
 
-@pytest.mark.parametrize("page", ["architecture", "CONTRIBUTING", "guide"])
+@pytest.mark.parametrize("page", ["architecture", "architecture's features", "CONTRIBUTING", "guide"])
 def test_lists_in_documents_are_what_the_code_says(page):
     """`make docs` writes them: files from the modules' docstrings, settings that do not go together from their table."""
     path, content = {
         "architecture": (TREE.ARCHITECTURE, TREE.every_file()),
+        "architecture's features": (TREE.ARCHITECTURE, TREE.every_feature()),
         "CONTRIBUTING": (TREE.CONTRIBUTING, TREE.every_room()),
         "guide": (TREE.GUIDE, TREE.every_refusal()),
     }[page]
-    assert path.read_text() == TREE.written(path, content)
+    assert path.read_text() == TREE.written(path, content, TREE.FEATURES * page.endswith("features"))
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -116,6 +118,13 @@ def test_a_layer_imports_only_what_stands_above_it(name):
     below = {module for module in ours if module_file(module) not in above}
     allowed = OUTSIDE if name == "api.py" else set()
     assert {module for module in below if module.split(".")[1] not in allowed} == set()
+
+
+def test_no_file_of_the_core_imports_a_feature_that_can_be_taken_out():
+    """But for the table of them, which loads what is there: tests/test_rings.py builds the package without each."""
+    taken = {f"zeroshard.{name}": f"{name.replace('.', '/')}.py" for name in features.FILES}
+    assert [(name, module) for name in ORDER for module in imported(PACKAGE / name) if module in taken] == []
+    assert set(taken.values()) <= set(ORDER)
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -137,7 +146,7 @@ def test_one_room_calls_torch_distributed():
     }
 
 
-COMPUTES = {"numerics.py", "fp8.py", "int8.py", "digests.py"}  # beside engine/, ranks/ and tiers/
+COMPUTES = {"numerics.py", "bins.py", "fp8.py", "int8.py", "digests.py"}  # beside engine/, ranks/ and tiers/
 TRUTHS = {"any", "all", "isfinite", "argmax", "argmin", "max", "min", "sum"}  # methods that answer with one number
 
 
@@ -206,7 +215,8 @@ def test_what_waits_is_found(line, words):
 
 
 DIVISIONS = {
-    "numerics.py": {"1 / ranks", "wide.div_(divisor(ranks, wide))", "total / (1 << _LOWEST)", "1.0 / order"},
+    "numerics.py": {"1 / ranks", "wide.div_(divisor(ranks, wide))"},
+    "bins.py": {"total / (1 << _LOWEST)", "1.0 / order"},
     "fp8.py": {"piece.of(masters, first) / by"},  # a tensor
     "int8.py": {"largest / divisor(_MOST, largest)", "values.div_(scales)"},
 }

@@ -300,7 +300,7 @@ def test_the_backend_adds_in_the_accumulators_dtype(stage):
 
 # --- gradients in 8 bits --------------------------------------------------------------------------------------------------
 
-OURS = ("engine/", "ranks/", "numerics.py", "int8.py", "fp8.py", "digests.py")
+OURS = ("engine/", "ranks/", "numerics.py", "bins.py", "int8.py", "fp8.py", "digests.py")
 
 
 def ours(counter):
@@ -441,7 +441,7 @@ def test_waits_for_the_device_are_so_many(stages):
                     "fp8": {"numerics.same_bits": fp8},
                     "fp8 in tiles": {"numerics.same_bits": fp8},
                     "nonfinite": {"engine.finite._is_finite": buckets},
-                    "norms of order 3": {"numerics.roots_from_bins": 1},
+                    "norms of order 3": {"bins.roots_from_bins": 1},
                     "split": {"engine.alike.report_lost_edits": 1},
                 }[name]
                 assert (asked, copied) == (want, int(name == "norms of order 3")), (stage, name)

@@ -16,27 +16,21 @@ from hypothesis import strategies as st
 
 import norms
 from zeroshard import Error, Precision, device, fp8
-from zeroshard.device import CHUNK
-from zeroshard.digests import fingerprint
-from zeroshard.engine.edits import Edits
-from zeroshard.numerics import (
+from zeroshard.bins import (
     BlockMap,
     add_to_bins,
     add_to_maxima,
-    average_,
     block_sums,
-    divides_exactly,
     empty_bins,
-    fold,
-    join_,
-    reseed_,
     roots_from_bins,
-    running_dtype,
-    same_bits,
-    split_,
     sums_from_bins,
     sums_in,
 )
+from zeroshard.device import CHUNK
+from zeroshard.digests import fingerprint
+from zeroshard.engine.edits import Edits
+from zeroshard.engine.split import join_, split_
+from zeroshard.numerics import average_, divides_exactly, fold, reseed_, running_dtype, same_bits
 
 CPU = torch.device("cpu")
 BIT_PATTERNS = st.integers(0, 0xFF7FFFFF).filter(lambda bits: (bits >> 23) & 0xFF != 0xFF)  # all finite floats

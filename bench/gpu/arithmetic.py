@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import fp8, int8, numerics
+from zeroshard import bins, fp8, int8, numerics
 from zeroshard.cli import reference
+from zeroshard.engine import split
 from zeroshard.layout import Layout, Spec, partition
 
 from .record import Record, Wrong, each
@@ -92,10 +93,10 @@ def _casts(which: str, dtype: torch.dtype, put: Any) -> dict[str, Tensor]:
 
 def _norms(which: str, put: Any) -> dict[str, Tensor]:
     found, device = {}, put(torch.zeros(1)).device
-    blocks = numerics.BlockMap(NUMEL, 128, [(0, 0, 20_001), (1, 20_096, NUMEL - 5)], device)
+    blocks = bins.BlockMap(NUMEL, 128, [(0, 0, 20_001), (1, 20_096, NUMEL - 5)], device)
     for order in (1.0, 2.0, 3.0, math.inf):
         for ranks in (1, 3, 8):
-            found[f"order {order} of the average of {ranks}"] = numerics.block_sums(
+            found[f"order {order} of the average of {ranks}"] = bins.block_sums(
                 put(numbers(which)), blocks, ranks, order
             )
     return found
@@ -104,9 +105,9 @@ def _norms(which: str, put: Any) -> dict[str, Tensor]:
 def _split(which: str, put: Any) -> dict[str, Tensor]:
     master = put(numbers(which))
     lower, ties = put(torch.empty(NUMEL, dtype=torch.int16)), put(torch.empty(NUMEL // 8, dtype=torch.uint8))
-    numerics.split_(master, lower, ties)
+    split.split_(master, lower, ties)
     joined = put(torch.empty(NUMEL))
-    numerics.join_(joined, master.bfloat16(), lower, ties)
+    split.join_(joined, master.bfloat16(), lower, ties)
     return {"lower": lower, "ties": ties, "joined": joined}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard import device, numerics
+from zeroshard import bins, device, numerics
 from zeroshard.planner.machines import MACHINES, machine
 
 from .place import ranks, synchronize, verbs
@@ -85,11 +85,11 @@ def kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
     for nbytes in sizes:
         numel = nbytes // 4 // 128 * 128
         total, row = torch.zeros(numel, device=kind), {}
-        blocks = numerics.BlockMap(numel, 128, [(0, 0, numel)], total.device)
+        blocks = bins.BlockMap(numel, 128, [(0, 0, numel)], total.device)
         for count in CONTRIBUTIONS:
             pieces = [torch.ones(numel, dtype=torch.bfloat16, device=kind)] * count
             row[f"fold of {count}"] = best(kind, lambda a=total, b=pieces: numerics.fold(a, b, start=None, over=len(b)))
-        row["norm"] = best(kind, lambda a=total, b=blocks: numerics.block_sums(a, b, 1, 2.0))
+        row["norm"] = best(kind, lambda a=total, b=blocks: bins.block_sums(a, b, 1, 2.0))
         found[f"{nbytes:,}"] = row
     return found
 

@@ -24,7 +24,6 @@ from .checkpoint.files import absolute
 from .checkpoint.saving import Saving
 from .device import chosen, warn_of_idle
 from .engine.accepted import unwrapped
-from .engine.finite import Finding
 from .engine.guard import refuse_copy, refuse_inside, weak
 from .engine.moving import MovingAverage
 from .errors import StateError, UserError, nearest
@@ -36,10 +35,10 @@ from .ranks.comm import Comm, Simulated
 from .ranks.together import first_writes
 from .sharded import COMPARING, Engine
 from .stage import Placements
-from .tiers.nvme import NvmeTier
 from .tiers.tier import Offload
 
 if TYPE_CHECKING:
+    from .engine.finite import Finding
     from .explain.document import Page
 
 log = logging.getLogger("zeroshard")
@@ -338,7 +337,7 @@ class Zero:
         every rank. Collective.
         """
         with contextlib.ExitStack() as renewed:
-            for tier in (tier for tier in self._engine.tiers.values() if isinstance(tier, NvmeTier)):
+            for tier in self._engine.tiers.values():
                 renewed.enter_context(tier.renewed())
             self._engine.meet_for_checkpoint("loading")
             engine = self._engine.model_state()
@@ -500,12 +499,13 @@ class Zero:
     def skipped(self) -> int:
         """The number of optimizer steps passed over so far because a gradient was not finite: by
         `Precision(nonfinite="skip")`, or by a `GradScaler`. The same on every rank."""
-        return self._engine.finite.skipped
+        return sum(each.skipped for each in self._engine.reduction.subscribers)
 
     @property
     def nonfinite(self) -> Finding | None:
         """The last NaN or infinity that `Precision(nonfinite=...)` found, the same on every rank."""
-        return self._engine.finite.last
+        found = (each.last for each in self._engine.reduction.subscribers)
+        return next((finding for finding in found if finding is not None), None)
 
     # --- what happened ----------------------------------------------------------------------------------------------
 

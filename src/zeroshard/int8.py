@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from .device import ask, chunk, divisor
-from .layout import Bucket
-from .numerics import BLOCK, simulated
+from .layout import BLOCK, Bucket
+from .numerics import simulated
 
 BYTE = torch.uint8
 BYTES = BLOCK + 4  # of a block: its codes, then its scale

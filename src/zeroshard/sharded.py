@@ -25,9 +25,7 @@ from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
 from .engine.codec import Values
-from .engine.contribution import Contribution
-from .engine.features import check_present, features, first
-from .engine.finite import Finite
+from .engine.contribution import Contribution, Division
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, keep_fast_paths, refuse_copy, refuse_load, refuse_state_dict, weak
 from .engine.moving import MovingAverage, furthest, updates_for
@@ -43,6 +41,7 @@ from .engine.undo import Before
 from .engine.unit import Managed, Unit, units_named
 from .errors import PeerError, StateError, UserError
 from .events import Ledger
+from .features import check_present, features, first
 from .layout import Layout
 from .numerics import Precision
 from .ranks.comm import Comm
@@ -75,6 +74,7 @@ class Engine:
         placements(stage)  # refuses what is no stage
         asked = settings(stage, precision, layout, comm, offload, in_backward=in_backward)
         refuse(asked.placing)
+        check_present(asked)
         comm = comm.sharing(once=offload.once)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
             once = "shard it once, as a whole; zero.unshard() makes model and optimizer plain again, in a notebook say"
@@ -122,16 +122,15 @@ class Engine:
         self.on_signal: dict[int, Callable[[], object]] = {}  # actions once all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
-        self.finite = Finite(self.group, precision.nonfinite)
-        deliver = first("delivery", self.group.team) or Delivery.at_once
-        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, [self.finite], deliver)
+        deliver = first("delivery", self.group.team) or (lambda *_: Delivery())
+        self.reduction = Reduction(self.gradients, self.group, self.tier, comm, deliver)
         for buffer in self.buffers:
             if buffer.bucket.trainable:
                 self._train(buffer)
         self.sends_always = self.layout.buffers == "always"
         self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
         self.schedule.backward.hook_gradients()
-        parts_of_a_step = self.buffers, self.gradients, self.schedule, self.finite
+        parts_of_a_step = self.buffers, self.gradients, self.schedule
         self.bindings: list[Binding] = []
         for number, each in enumerate(optimizers):
             self.bindings.append(Binding(self, each, number, *parts_of_a_step, by_bucket=by_bucket(each)))
@@ -162,10 +161,8 @@ class Engine:
     def _train(self, buffer: Buffer) -> None:
         """Enter a bucket whose parameters receive gradients."""
         codec = first("message", self.asked, buffer.bucket) or Values(buffer.bucket, buffer.reduce_dtype)
-        sources = buffer.team.seat.parts if self.layout.apart else 1
-        self.reduction.add(
-            Contribution(self.gradients.add(buffer), self.units[buffer.bucket.unit], codec, sources=sources)
-        )
+        division = first("division", buffer, self.asked) or Division()
+        self.reduction.add(Contribution(self.gradients.add(buffer), self.units[buffer.bucket.unit], codec, division))
 
     # --- what its parts ask of each other ---------------------------------------------------------------------------
 
@@ -179,7 +176,8 @@ class Engine:
 
     def judge(self, overflow: bool) -> None:
         """Hear a GradScaler's verdict, which is the same on every rank."""
-        self.finite.judge(overflow)
+        for each in self.reduction.subscribers:
+            each.judge(overflow)
 
     def check_options(self, optimizer: torch.optim.Optimizer, number: int) -> None:
         """Refuse options that a checkpoint could not hold."""
@@ -397,7 +395,7 @@ class Engine:
         if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
-        for each in self.reduction.subscribers if what != "loading" else ():
+        for each in self.reduction.subscribers:
             each.between_steps(what)
         updates = updates_for(what, self.moving)
         self.before_step()

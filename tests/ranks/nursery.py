@@ -37,8 +37,9 @@ def serve(fd: int, files: str) -> None:
     import models  # noqa: F401
     import zeroshard
 
-    for name in zeroshard.__all__:  # each imports its module
-        getattr(zeroshard, name)
+    for name in zeroshard.__all__:  # each imports its module, if it is there: see test_rings
+        with suppress(ModuleNotFoundError):
+            getattr(zeroshard, name)
     torch.set_num_threads(1)
     _rewrite_asserts()
     gc.collect()

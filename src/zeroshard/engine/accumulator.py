@@ -11,12 +11,13 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..layout import Slot
-from ..numerics import BLOCK, BlockMap, average_
+from ..numerics import average_
 from ..ranks.transport import Work
 from .buffer import Buffer
 from .flat import Flat
@@ -58,7 +59,7 @@ class Accumulator:
         self.holds = Holds.NOTHING
         self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
         self.aside: Tensor | None = None  # this rank's shard of `sum`, while a contribution lies where it was
-        self._blocks: BlockMap | None = None
+        self.blocks: Any = None  # its map from blocks to entries, once a norm was asked for: `norms.py`
 
     def _move(self, holds: Holds) -> None:
         assert (self.holds, holds) in _LEGAL, f"{self.bucket.index}: {self.holds} -> {holds}"
@@ -163,16 +164,6 @@ class Accumulator:
         self.rounded = False
         if self.sum.passing:
             self.sum.rest.forget()
-
-    def blocks(self) -> BlockMap:
-        """Return the map from the shard's blocks to entries of the book of gradients, made once."""
-        if self._blocks is None:
-            parts = (slot.slice_of(*self.buffer.owned) for slot in self.bucket.slots)
-            spans = [(e.number, p.start, p.stop) for e, p in zip(self.entries, parts, strict=True) if p.stop]
-            made = BlockMap(self.sum.own.numel(), min(BLOCK, self.buffer.align), spans, self.sum.own.device)
-            self.buffer.tier.ledger.hold_while(made, "norms", made.nbytes)
-            self._blocks = made
-        return self._blocks
 
 
 @dataclass(eq=False)

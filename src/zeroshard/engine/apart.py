@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError, UserError
-from .buffer import Place
+from ..features import Feature
+from .buffer import Buffer, Place
+from .contribution import Division
+from .refused import Settings
 
 
 class _Apart(torch.autograd.Function):
@@ -49,23 +52,33 @@ def apart(weight: Tensor, sources: int) -> Tensor:
     return expanded
 
 
-def forget(param: Any) -> None:
-    """Forget a parameter's gradient source by source, which no backward took."""
-    param._zeroshard.apart = None
+class Apart(Division):
+    """The division of the gradients of one bucket, whose parameters the model has called `apart` for."""
+
+    def forget(self, param: Any) -> None:
+        param._zeroshard.apart = None
+
+    def parts(self, param: Any, grad: Tensor) -> Sequence[Tensor]:
+        place: Place = param._zeroshard
+        found, place.apart = place.apart, None
+        if found is None or len(found) != self.sources:
+            raise StateError(
+                "a gradient did not come source by source, as Layout(apart=True) has promised",
+                where=f"parameter {place.name!r}",
+                expected=f"those of {self.sources} sources, one for each group",
+                got="their sum" if found is None else f"those of {len(found)}",
+                instead=f"zeroshard.apart(parameter, {self.sources}) in the model's forward, for the parameter",
+            )
+        return found.unbind(0)
 
 
-def parts(param: Any, grad: Tensor, sources: int) -> Sequence[Tensor]:
-    """Return each source's part of a parameter's gradient; the whole of it if it is not sent by source."""
-    if sources == 1:
-        return [grad]
-    place: Place = param._zeroshard
-    found, place.apart = place.apart, None
-    if found is None or len(found) != sources:
-        raise StateError(
-            "a gradient did not come source by source, as Layout(apart=True) has promised",
-            where=f"parameter {place.name!r}",
-            expected=f"those of {sources} sources, one for each group",
-            got="their sum" if found is None else f"those of {len(found)}",
-            instead=f"zeroshard.apart(parameter, {sources}) in the model's forward, for the parameter",
-        )
-    return found.unbind(0)
+class _Manifest(Feature):
+    name = "gradients source by source"
+    page = "meshes.md"
+
+    def division(self, buffer: Buffer, settings: Settings) -> Apart | None:
+        sources = buffer.team.seat.parts
+        return Apart(sources) if settings.apart and sources > 1 else None
+
+
+FEATURE = _Manifest()

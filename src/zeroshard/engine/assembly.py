@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import PeerError, UserError
 from ..events import DEVICE, HOST, NVME, SHARED
+from ..features import features, first
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
@@ -21,12 +22,10 @@ from ..ranks.comm import Comm, Over
 from ..ranks.together import Together
 from ..resting import resting
 from ..stage import STATES, placements
-from ..tiers.nvme import NvmeTier
 from ..tiers.tier import DeviceTier, HostTier, Offload, OnceTier, PassingTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .codec import Plain
-from .features import features, first
 from .guard import SavedTensors
 from .preflight import (
     agree,
@@ -165,14 +164,14 @@ class Assembly:
                 largest[kind] = max(largest[kind], size)
             for row in rests.rows:
                 if row.tier == NVME:
-                    first, last = bucket.held(seat, row.degree)
-                    nbytes += row.nbytes(last - first)
+                    low, high = bucket.held(seat, row.degree)
+                    nbytes += row.nbytes(high - low)
         if any(NVME in at.values() for at in self.resting):
             what = "another rank cannot use its Offload.path"
             block = Together(group, lambda told: PeerError(what, got="; ".join(told)), own=True)
             try:
                 with block:
-                    self.tiers[NVME] = NvmeTier(self.offload, group.rank, group.device, group.ledger, largest, nbytes)
+                    self.tiers[NVME] = first("tier", NVME, self, largest, nbytes)
             finally:
                 self.told = block.told
 

@@ -113,12 +113,13 @@ class Backward:
             self.group.level(self.trouble)
         self.call = Call(torch.autograd.backward)
         kept, kind = self.reduction.kept(), "backward under no_sync" if self.local else "backward"
-        words = self.reduction.words(local=self.local)
+        words = "".join(each.words(local=self.local) for each in self.reduction.subscribers)
         which = zlib.crc32(repr((sorted(kept), words)).encode())
         facts = f"{len(kept)} parameters have gradients that this backward adds to" + f"; options {words}" * bool(words)
         with self.group.as_one():
             self._meet(kind, self.group.number("backward"), which, facts=lambda: facts)
-            self.reduction.prepare()
+            for each in self.reduction.subscribers:
+                each.prepare()
             self._recent.clear()
             self._stay_last()
             self._task = torch._C._current_graph_task_id()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..device import TO_THE_HOST, given, users
 from ..events import DEVICE, ends
+from ..features import first
 from ..layout import Bucket, Slot
 from ..numerics import Precision
 from ..ranks.agreement import Group
@@ -28,7 +29,6 @@ from ..strips import Among, Strips
 from ..tiers.tier import DeviceTier, Tier
 from .codec import Cast, Plain
 from .edits import Edits, increment_versions
-from .features import first
 from .flat import Flat
 from .gathered import Gathered, State, alias, home
 from .guard import SavedTensors, unflip

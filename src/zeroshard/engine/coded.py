@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .. import int8
 from ..errors import UserError
-from ..layout import Bucket, Partition
-from ..numerics import BLOCK, COMPUTED
-from .features import Feature
+from ..features import Feature
+from ..layout import BLOCK, Bucket, Partition
+from ..numerics import COMPUTED
 from .refused import Settings
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Codes:
 
 class _Manifest(Feature):
     name = "gradients in 8 bits"
-    page = "guide.md"
+    page = "precision.md#gradients-in-8-bits"
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
         if settings.reduce == "int8":

@@ -13,13 +13,14 @@ A gradient that comes while a contribution is SENT or LANDED is a second one: se
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError
 from .accumulator import Accumulator, Entry
-from .apart import forget, parts
 from .buffer import Buffer
 from .codec import Message
 from .scratch import Scratch
@@ -45,17 +46,31 @@ _LEGAL = {
 }
 
 
+class Division:
+    """The parts of each gradient that are sent one by one. By default there is one: all of it."""
+
+    def __init__(self, sources: int = 1) -> None:
+        self.sources = sources
+
+    def forget(self, param: Any) -> None:
+        """Forget what came of a parameter's gradient in a backward that is over."""
+
+    def parts(self, param: Any, grad: Tensor) -> Sequence[Tensor]:
+        """Return each source's part of a parameter's gradient."""
+        return (grad,)
+
+
 class Contribution:
     """One bucket in one backward: the gradients it has, those it waits for, and the memory that they are sent from."""
 
-    def __init__(self, accumulator: Accumulator, unit: Unit, codec: Message, sources: int = 1) -> None:
-        """sources: whose parts of each gradient are sent one by one."""
+    def __init__(self, accumulator: Accumulator, unit: Unit, codec: Message, division: Division) -> None:
         self.accumulator = accumulator
         self.buffer: Buffer = accumulator.buffer
         self.bucket = accumulator.bucket
         self.unit = unit
         self.codec = codec
-        self.sources = sources
+        self._division = division
+        self.sources = division.sources
         self.state = State.ABSENT
         self.memory: Tensor | None = None  # full-size, for each source
         self.local = False  # did it begin under no_sync? It was zeroed, and all gradients are added to it
@@ -82,7 +97,7 @@ class Contribution:
         self.received.clear()
         self.hold = False
         for entry in self.entries if self.sources > 1 else ():
-            forget(entry.param)
+            self._division.forget(entry.param)
         with torch._C.DisableTorchFunctionSubclass():
             wanting = [param.requires_grad for param in self.buffer.params]
         slots = self.bucket.slots
@@ -142,7 +157,7 @@ class Contribution:
     def add(self, entry: Entry, grad: Tensor) -> None:
         """Add one gradient of a parameter, or write it if none was there."""
         again = self.received[entry.position] > 1 or self.local
-        for place, each in zip(self.places(entry.position), parts(entry.param, grad, self.sources), strict=True):
+        for place, each in zip(self.places(entry.position), self._division.parts(entry.param, grad), strict=True):
             if again:
                 place.add_(each)
             else:

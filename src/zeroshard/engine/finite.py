@@ -17,10 +17,12 @@ from torch import Tensor
 
 from ..device import ask
 from ..errors import NotFiniteError
+from ..features import Feature
 from ..numerics import finite, simulated
 from ..ranks.agreement import Group
 from .accumulator import Accumulator
 from .buffer import Buffer
+from .refused import Settings
 from .subscriber import Subscriber
 
 IN_A_ROW = 10  # skipped steps after which every further ten are warned of
@@ -139,7 +141,7 @@ class Finite(Subscriber):
                 return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, element, value)
         return None
 
-    def refuses(self, buffers: Sequence[Buffer]) -> bool:
+    def passes_over(self, buffers: Sequence[Buffer]) -> bool:
         """Decide, before an update, if it is skipped: the same answer on every rank, or the same `NotFiniteError`."""
         self._micro_batch = 0
         if not self.on:
@@ -180,3 +182,14 @@ class Finite(Subscriber):
             log.warning("step %d was skipped: %s", self.group.progress.steps + 1, why)
             if self._in_a_row % IN_A_ROW == 0:
                 log.warning("%d steps in a row were skipped: this model is not training", self._in_a_row)
+
+
+class _Manifest(Feature):
+    name = "the first value that is no number"
+    page = "precision.md"
+
+    def subscriber(self, engine: Any, settings: Settings) -> Finite:
+        return Finite(engine.group, settings.nonfinite)
+
+
+FEATURE = _Manifest()

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import StateError, TierError, UserError
+from ..features import Feature
 from ..ranks.transport import Work
 from .accepted import BY_TENSOR, by_bucket
 from .accumulator import Accumulator
 from .buffer import Buffer
-from .features import Feature
 from .gradient import Gradients
 from .guard import weak
 from .optim import Binding
@@ -58,8 +58,6 @@ class InBackward(Subscriber):
         self._words: list[str] = []  # the options that it steps with, optimizer by optimizer
         self.awaited: set[int] = set()  # numbers of the optimizers whose step() is to end what a backward has done
         gradients.gone = True
-        for binding in bindings:
-            binding.early = self
         cover_scalers()
 
     # --- a backward -------------------------------------------------------------------------------------------------
@@ -166,7 +164,7 @@ class InBackward(Subscriber):
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
-    def check_step(self, number: int, *, closure: bool) -> None:
+    def before_step(self, number: int, *, closure: bool) -> None:
         """Report a call of `optimizer.step()` that asks for what cannot be done any more."""
         where, words = f"optimizer {number}, rank {self.group.rank}", self.bindings[number].words()
         mine = [entry for entry in self.gradients.entries if entry.updater == number]
@@ -195,9 +193,15 @@ class InBackward(Subscriber):
         if trouble is not None:
             self.group.report(trouble)
 
+    def step_begun(self, number: int) -> None:
+        self.awaited.discard(number)
+
+    def passes_over(self, buffers: Sequence[Buffer]) -> bool:
+        return True  # backward has made it
+
     def between_steps(self, what: str) -> None:
         """Refuse a call if backward has updated and step() has not ended the step."""
-        if self.awaited:
+        if self.awaited and what != "loading":
             raise StateError(
                 f"{what} between backward, which has updated the weights, and optimizer.step(), which ends the step",
                 where=f"rank {self.group.rank}, step {self.group.progress.steps + 1}",
@@ -285,7 +289,7 @@ def _note_scaled(grad: Tensor) -> None:
 
 class _Manifest(Feature):
     name = "the optimizer in backward"
-    page = "guide.md"
+    page = "memory.md#the-optimizer-in-backward"
 
     def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
         if settings.in_backward:

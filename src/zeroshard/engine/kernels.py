@@ -7,22 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bins import BlockMap, add_to_bins, block_sums, empty_bins, sums_from_bins, sums_in
 from ..device import asynchronous
-from ..numerics import (
-    BLOCK,
-    BlockMap,
-    add_to_bins,
-    average_,
-    block_sums,
-    empty_bins,
-    fold,
-    reseed_,
-    running_dtype,
-    simulated,
-    sums_from_bins,
-    sums_in,
-)
-from .features import Feature
+from ..features import Feature
+from ..layout import BLOCK
+from ..numerics import average_, fold, reseed_, running_dtype, simulated
 
 
 def launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int, order: float = 2.0) -> None:

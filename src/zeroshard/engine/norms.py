@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..device import asynchronous
-from ..numerics import (
+from ..bins import (
+    BlockMap,
     add_to_bins,
     add_to_maxima,
     block_sums,
@@ -20,6 +20,8 @@ from ..numerics import (
     sums_from_bins,
     sums_in,
 )
+from ..device import asynchronous
+from ..layout import BLOCK
 from .accumulator import Accumulator
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def norms(book: Gradients, order: float) -> Tensor:
     found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # owners and sums, added up in one go
 
     def tally_up(accumulator: Accumulator) -> None:
-        blocks = accumulator.blocks()
+        blocks = _blocks(accumulator)
         sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else group.sources, order)
         at = sums.device
         if at not in tallies:
@@ -61,6 +63,19 @@ def norms(book: Gradients, order: float) -> Tensor:
         return roots_from_bins(agreed, order).to(torch.float32).to(device)
     sums = sums_from_bins(agreed)
     return (sums.sqrt() if order == 2.0 else sums).to(torch.float32).to(device)
+
+
+def _blocks(accumulator: Accumulator) -> BlockMap:
+    """Return the map from the blocks of a rank's shard to entries of the book of gradients, made once."""
+    if accumulator.blocks is None:
+        buffer, own = accumulator.buffer, accumulator.sum.own
+        parts = (slot.slice_of(*buffer.owned) for slot in accumulator.bucket.slots)
+        spans = [(e.number, p.start, p.stop) for e, p in zip(accumulator.entries, parts, strict=True) if p.stop]
+        made = BlockMap(own.numel(), min(BLOCK, buffer.align), spans, own.device)
+        buffer.tier.ledger.hold_while(made, "norms", made.nbytes)
+        accumulator.blocks = made
+    found: BlockMap = accumulator.blocks
+    return found
 
 
 def _tally(count: int, order: float, device: torch.device) -> Tensor:

@@ -27,7 +27,6 @@ from .alone import Alone
 from .averages import Averages
 from .backward import in_backward
 from .buffer import Buffer, Place
-from .finite import Finite
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
@@ -54,15 +53,6 @@ class StepWatcher(Protocol):
         """Refuse parameters of an added group that this optimizer cannot update."""
 
 
-class Early(Protocol):
-    """The part of the engine that steps optimizers in backward, bucket by bucket."""
-
-    awaited: set[int]  # numbers of the optimizers whose step() is to end what a backward has done
-
-    def check_step(self, number: int, *, closure: bool) -> None:
-        """Report a call of `optimizer.step()` that asks for what cannot be done any more."""
-
-
 class Binding:
     """One optimizer's hooks, fragments and place in a step."""
 
@@ -74,7 +64,6 @@ class Binding:
         buffers: list[Buffer],
         gradients: Gradients,
         schedule: Schedule,
-        finite: Finite,
         *,
         by_bucket: bool,
     ) -> None:
@@ -84,8 +73,8 @@ class Binding:
         self.buffers = buffers
         self.gradients = gradients
         self.schedule = schedule
-        self.group = finite.group
-        self.finite = finite
+        self.group = gradients.group
+        self.subscribers = schedule.reduction.subscribers
         self.by_bucket = by_bucket  # it may be stepped one bucket after the other
         self.fragments: list[Fragment] = []
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
@@ -101,9 +90,8 @@ class Binding:
         self._call: Call | None = None  # the running step, until its end
         self._lent = False  # does its closure run, which is the program's?
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
-        self.states = States(optimizer, number, finite.group)
-        self._alone = Alone(optimizer, self.states, self._averages, finite.group.ledger)
-        self.early: Early | None = None  # steps it in backward
+        self.states = States(optimizer, number, self.group)
+        self._alone = Alone(optimizer, self.states, self._averages, self.group.ledger)
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
         stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
@@ -248,11 +236,11 @@ class Binding:
         self.group.ledger.begin("step")
         self.gradients.uncalled.discard(self.number)
         at = closure_at(optimizer, args, kwargs)
-        if self.early is not None:
-            self.early.check_step(self.number, closure=at is not None)
+        for each in self.subscribers:
+            each.before_step(self.number, closure=at is not None)
         self._begin()
-        if self.early is not None:
-            self.early.awaited.discard(self.number)
+        for each in self.subscribers:
+            each.step_begun(self.number)
         if at is None:
             self._bind()
             return None
@@ -326,7 +314,7 @@ class Binding:
         self.gradients.take_edits()
         self.gradients.keeper.flush()
         self.watcher.before_step()
-        for buffer in self.buffers if self.early is None else ():
+        for buffer in () if any(each.early for each in self.subscribers) else self.buffers:
             buffer.land()
             buffer.gathered.rebind()
             if not self._by_itself(buffer) and buffer.edits.seed_master(asked=False):
@@ -341,7 +329,7 @@ class Binding:
     def _bind(self) -> None:
         """Give every fragment its averaged gradient, after the buckets that are stepped one by one; or none, if this
         step is to be skipped."""
-        self._skips = self.early is not None or self.finite.refuses(self.buffers)
+        self._skips = any(each.passes_over(self.buffers) for each in self.subscribers)
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
         for work in [each.spread_average() for each in filled if not each.buffer.by_itself]:
             work.wait()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from ..device import ask
 from ..device import describe as device_facts
 from ..errors import PeerError, UserError
-from ..layout import Layout, Partition
-from ..numerics import BLOCK, Precision, as_bytes, dense, parts, simulated
+from ..layout import BLOCK, Layout, Partition
+from ..numerics import Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..resting import Master, master_of

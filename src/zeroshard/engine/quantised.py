@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from .. import fp8
 from ..errors import StateError, TierError, UserError
 from ..events import ends
+from ..features import Feature
 from ..layout import Bucket, Partition
 from ..numerics import COMPUTED, Precision, same_bits, simulated
 from ..tiers.tier import Offload
 from .buffer import Buffer
 from .codec import Plain
-from .features import Feature
 from .gathered import alias
 from .publish import publish
 from .refused import Settings
@@ -338,7 +338,7 @@ def follow_edits(found: list[E4M3], write_from: int | None) -> None:
 
 class _Manifest(Feature):
     name = "parameters in 8 bits"
-    page = "guide.md"
+    page = "precision.md#parameters-in-8-bits"
 
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str]:
         return chosen(managed, precision)

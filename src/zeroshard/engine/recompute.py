@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ..features import Feature
 from .backward import in_backward
-from .features import Feature
 from .guard import outside, transformed
 from .schedule import Schedule
 from .unit import Unit
@@ -69,7 +69,7 @@ class _Segment:
 
 class _Manifest(Feature):
     name = "recompute"
-    page = "guide.md"
+    page = "memory.md#recomputed-activations"
 
     def ready(self, engine: Any) -> None:
         for unit in engine.units:

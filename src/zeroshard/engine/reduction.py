@@ -52,10 +52,9 @@ class Reduction:
         group: Group,
         tier: DeviceTier,
         settings: Comm,
-        subscribers: list[Subscriber],
         deliver: Callable[[Accumulator, Scratch], Delivery],
     ) -> None:
-        self.subscribers = subscribers
+        self.subscribers: list[Subscriber] = []
         self.gradients = gradients
         self.group = group
         self.settings = settings
@@ -63,7 +62,7 @@ class Reduction:
         self.of_entry: list[Contribution] = []  # by number of entry
         self.order: list[int] = []  # bucket indices, in the order they are sent
         self._next = 0
-        self.sums = Sums(group, tier, settings, subscribers, deliver, self._averaged)
+        self.sums = Sums(group, tier, settings, self.subscribers, deliver, self._averaged)
         self._local = False
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._flushing = False
@@ -81,15 +80,6 @@ class Reduction:
         self.order = sorted(self.contributions, reverse=True)
 
     # --- one backward -----------------------------------------------------------------------------------------------
-
-    def words(self, *, local: bool) -> str:
-        """Describe, as a backward begins, what features want to be equal on all ranks."""
-        return "".join(each.words(local=local) for each in self.subscribers)
-
-    def prepare(self) -> None:
-        """Let features make ready for a backward, once all ranks are at its beginning."""
-        for each in self.subscribers:
-            each.prepare()
 
     def kept(self) -> set[int]:
         """Return the numbers of the gradients that another backward would add to: those that were not cleared."""

@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     recompute: Any = False
     once: bool = False  # Offload(parameters="shared")
     gradients: Any = "device"  # Offload.gradients
+    files: bool = False  # do states rest in files?
     accumulate: int = 1  # backwards per step, as plans ask
     no_sync: bool = False
 
@@ -61,7 +62,7 @@ def settings(
         names = ("reduce_dtype", "nonfinite", "split_master", "fp8")
         others |= {name: getattr(precision, name) for name in names}
     if offload is not None:
-        others |= {"once": offload.once, "gradients": gradients_of(offload)}
+        others |= {"once": offload.once, "gradients": gradients_of(offload), "files": offload.in_files}
     return Settings(
         stage=stage,
         bounds=layout.bounds,

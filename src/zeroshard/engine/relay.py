@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from ..events import Event
+from ..features import Feature
 from ..layout import Bucket
 from ..numerics import running_dtype
 from ..ranks.transport import Team, Work
 from .accumulator import Accumulator
-from .features import Feature
 from .scratch import Scratch
 from .sums import Delivery
 
@@ -89,7 +89,7 @@ def relayed(accumulator: Accumulator, scratch: Scratch) -> Delivery:
 
 class _Manifest(Feature):
     name = "replicas"
-    page = "guide.md"
+    page = "meshes.md"
 
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch], Delivery] | None:
         return relayed if team.seat.summed > 1 else None

@@ -1,10 +1,11 @@
-"""A feature that takes part in backwards: it hears of each one's beginning and end, and of each bucket's sum.
+"""A feature that takes part in backwards and steps: it hears of their beginnings and ends, and of each bucket's sum.
 
     prepare     all ranks are at the beginning of the same backward
     begin       it has begun: gradients that the program cleared are zero
     summed      this rank has added up its shard of a bucket, and all contributions still lie beside the sum
     averaged    the average is where it rests, on every rank that holds a part of it
     ended       all of the backward's averages are there
+    before_step, step_begun, passes_over    a step of an optimizer
     abandon     an exception ended the backward, or what came before it
 
 One that uses averages as they come (`early`) has a queue of its own: `due` and `next`.
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..ranks.transport import Work
 from .accumulator import Accumulator
+from .buffer import Buffer
 
 
 class Subscriber:
@@ -26,6 +28,8 @@ class Subscriber:
 
     looks = False  # does it look at contributions? Then each rank's own outlives the sum
     early = False  # does it use up averages in backward?
+    skipped = 0  # steps that it passed over
+    last: Any = None  # why, that is what it has found
 
     def words(self, *, local: bool) -> str:
         """Describe, as a backward begins (`local`: under no_sync), what must be equal on all ranks for this feature."""
@@ -53,6 +57,19 @@ class Subscriber:
 
     def ended(self) -> None:
         """End a backward that is complete."""
+
+    def before_step(self, number: int, *, closure: bool) -> None:
+        """Report what a step of an optimizer may not do. closure: it was called with one."""
+
+    def step_begun(self, number: int) -> None:
+        """Take note that all ranks have begun a step of an optimizer."""
+
+    def passes_over(self, buffers: Sequence[Buffer]) -> bool:
+        """Decide, before an update of these buckets, if it is passed over: the same answer on every rank."""
+        return False
+
+    def judge(self, overflow: bool) -> None:
+        """Hear a `GradScaler`'s verdict, the same on every rank: on overflow it will pass over the step."""
 
     def between_steps(self, what: str) -> None:
         """Refuse a call that belongs between two steps, if this feature is in the middle of one."""

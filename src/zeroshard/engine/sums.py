@@ -43,11 +43,6 @@ class Delivery:
         self.running, self.average = running, average
         self.came = self.back = Work()  # `running` from others, for this rank to add to; and `average`
 
-    @classmethod
-    def at_once(cls, accumulator: Accumulator, scratch: Scratch) -> Delivery:
-        """Make the delivery of a bucket's sum. scratch: memory for it, until it is where it rests."""
-        return cls()
-
     def receive(self) -> None:
         """Launch the receive of `running`, if other ranks begin the sum."""
 

@@ -34,15 +34,16 @@ from ..digests import digest, raw
 from ..ended import at_end_of
 from ..errors import TierError
 from ..events import HOST, NVME, Ledger, ends
+from ..features import Feature
 from ..headroom import BUFFERS, aligned
 from ..numerics import same_bits, simulated
-from .tier import Offload, Rest, pages
+from .tier import Offload, Rest, Tier, pages
 
 BLOCK = 4 << 20  # bytes that one system call moves
 THREADS = 4  # reads and writes of a step are under way at once, and a disk likes a queue
 
 
-class NvmeTier:
+class NvmeTier(Tier):
     """This rank's state files."""
 
     name = NVME
@@ -404,3 +405,17 @@ class FileRest(Rest):
                 return same_bits(tensor.to(mine.device), mine)
         view = raw(ask(tensor).contiguous())
         return all(digest(view[at : at + BLOCK]) == found for at, found in self.digests.items())
+
+
+class _Manifest(Feature):
+    name = "states in files"
+    page = "offload.md"
+
+    def tier(self, name: str, assembly: Any, largest: dict[str, int], nbytes: int) -> NvmeTier | None:
+        group = assembly.group
+        if name != NVME:
+            return None
+        return NvmeTier(assembly.offload, group.rank, group.device, group.ledger, largest, nbytes)
+
+
+FEATURE = _Manifest()

@@ -103,6 +103,11 @@ class Offload:
             )  # fmt: skip
 
     @property
+    def in_files(self) -> bool:
+        """True if some state rests in files."""
+        return any(NVME in self.tiers(state) for state in STATES)
+
+    @property
     def once(self) -> bool:
         """True if one copy of the parameters serves all ranks of a host."""
         return self.tiers("parameters") == {SHARED: 1.0}
@@ -317,6 +322,11 @@ class Tier(Protocol):
         """Reserve room for one state of one bucket, zeros."""
         ...
 
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Allow all that rests here to be written anew inside, also after a failure."""
+        yield
+
 
 class MessageMemory(Protocol):
     """The memory that messages lie in: the device's, or memory that the ranks of a host share."""
@@ -344,7 +354,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 256 << 20)
 
 
-class DeviceTier:
+class DeviceTier(Tier):
     """Plain tensors on the compute device."""
 
     name = DEVICE
@@ -410,7 +420,7 @@ class DeviceTier:
         return memory[:nbytes].view(dtype)
 
 
-class PassingTier:
+class PassingTier(Tier):
     """The device's memory, for as long as a state is needed."""
 
     name = DEVICE
@@ -424,7 +434,7 @@ class PassingTier:
         return Passing(self._tier, state, numel, dtype)
 
 
-class OnceTier:
+class OnceTier(Tier):
     """One copy for all ranks of a host, which compute with it in place, as on the device."""
 
     name = DEVICE
@@ -440,7 +450,7 @@ class OnceTier:
         return rest
 
 
-class HostTier:
+class HostTier(Tier):
     """Host memory: if the device is a GPU, pinned and exactly as large as asked (torch's own rounds up by half)."""
 
     name = HOST

@@ -6,9 +6,11 @@
                ready        anything to be done once the engine stands
     gather     codec        how parameters rest, and become what modules compute with
                masters      how their masters rest
+               tier         where states rest
                left         edits to follow as all ranks leave gathered()
     sum        message      how contributions travel
                delivery     how a sum reaches where it rests
+               division     whose parts of a gradient are sent one by one
     backward   subscriber   one that hears of each bucket's sum
 
 No other file imports a feature's. Without that file all else works, and settings that ask for it are refused by name.
@@ -22,34 +24,39 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UserError
+from .errors import UserError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..layout import Bucket
-    from ..numerics import Precision
-    from ..ranks.transport import Team
-    from .accumulator import Accumulator
-    from .assembly import Assembly
-    from .buffer import Buffer
-    from .codec import Message, Plain
-    from .refused import Settings
-    from .scratch import Scratch
-    from .subscriber import Subscriber
-    from .sums import Delivery
-    from .unit import Managed, Unit
+    from .engine.accumulator import Accumulator
+    from .engine.assembly import Assembly
+    from .engine.buffer import Buffer
+    from .engine.codec import Message, Plain
+    from .engine.contribution import Division
+    from .engine.refused import Settings
+    from .engine.scratch import Scratch
+    from .engine.subscriber import Subscriber
+    from .engine.sums import Delivery
+    from .engine.unit import Managed, Unit
+    from .layout import Bucket
+    from .numerics import Precision
+    from .ranks.transport import Team
+    from .tiers.tier import Tier
 
 # By file, how a program asks for it: words, and a question about settings.
 FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
-    "kernels": ("", lambda s: False),
-    "recompute": ("Layout(recompute=...)", lambda s: s.recompute),
-    "quantised": ("Precision(fp8=...)", lambda s: s.fp8),
-    "split": ("Precision(split_master=True)", lambda s: s.split_master),
-    "coded": ('Comm(reduce="int8")', lambda s: s.reduce == "int8"),
-    "relay": ("Comm(replicas=...)", lambda s: s.replicas > 1),
-    "in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
+    "engine.finite": ("Precision(nonfinite=...)", lambda s: s.nonfinite != "ignore"),
+    "engine.kernels": ("", lambda s: False),
+    "engine.recompute": ("Layout(recompute=...)", lambda s: s.recompute),
+    "engine.quantised": ("Precision(fp8=...)", lambda s: s.fp8),
+    "engine.split": ("Precision(split_master=True)", lambda s: s.split_master),
+    "engine.coded": ('Comm(reduce="int8")', lambda s: s.reduce == "int8"),
+    "engine.relay": ("Comm(replicas=...)", lambda s: s.replicas > 1),
+    "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
+    "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
+    "engine.in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
 }
 
 
@@ -74,12 +81,18 @@ class Feature:
     def masters(self, buffer: Buffer, values: Tensor) -> Plain | None:
         """Return the codec of parameters whose masters rest in this feature's way: with `rest`, which has `values`."""
 
+    def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> Tier | None:
+        """Return a tier of this name, if it is this feature's, for so many bytes; largest: of a bucket's state."""
+
     def left(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
         """Follow edits as all ranks leave gathered(), and return the indices of the buckets that it has seen to."""
         return set()
 
     def message(self, settings: Settings, bucket: Bucket) -> Message | None:
         """Return the format in which contributions to a bucket's sum travel, if they travel in this feature's."""
+
+    def division(self, buffer: Buffer, settings: Settings) -> Division | None:
+        """Return how a bucket's gradients come apart, if they do."""
 
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch], Delivery] | None:
         """Return what makes the delivery of each sum, if this feature delivers them."""
@@ -101,7 +114,7 @@ def check_present(settings: Settings) -> None:
         if asks(settings) and importlib.util.find_spec(f"{__package__}.{name}") is None:
             raise UserError(
                 "this build of zeroshard is without a feature that the settings ask for",
-                expected=f"zeroshard/engine/{name}.py",
+                expected=f"zeroshard/{name.replace('.', '/')}.py",
                 got=words,
                 instead="leave it out, or install zeroshard as it is published",
             )

@@ -1,0 +1,117 @@
+"""Features can be taken out: without its files a build does all that does not ask for it, and refuses what does by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+from zeroshard import features
+
+PACKAGE = Path(zeroshard.__file__).parent
+HERE = Path(__file__).parent
+BESIDE = {"engine.quantised": ["fp8.py"], "engine.coded": ["int8.py"]}  # files that are a feature's too
+# Steps at all stages, gradients, norms, construction and checkpoints.
+WITHOUT = [
+    "test_bits.py", "test_gradients.py", "test_clipping.py", "test_construct.py", "test_checkpoint.py", "test_precision.py",
+]  # fmt: skip
+# A program that asks for it, in one process: after `import zeroshard`, `model` and `optimizer`.
+ASKS = {
+    "engine.finite": 'precision=zeroshard.Precision(nonfinite="raise")',
+    "engine.recompute": "layout=zeroshard.Layout(recompute=True)",
+    "engine.quantised": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, fp8=True)",
+    "engine.split": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)",
+    "engine.coded": 'comm=zeroshard.Comm(reduce="int8")',
+    "engine.relay": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
+    "tiers.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
+    "engine.apart": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',
+    "engine.in_backward": "optimizer_in_backward=True",
+}
+
+
+def built_without(name, folder):
+    """A copy of the package from which a feature's files were taken."""
+    shutil.copytree(PACKAGE, folder / "zeroshard", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in [f"{name.replace('.', '/')}.py", *BESIDE.get(name, [])]:
+        (folder / "zeroshard" / file).unlink()
+    return {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def test_every_feature_that_settings_can_ask_for_has_a_program_here():
+    assert {name for name, (words, _) in features.FILES.items() if words} == {*ASKS}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "engine.relay" else pytest.param(name, marks=pytest.mark.full) for name in features.FILES]
+)
+def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
+    """The same program trains where the feature is; without it, and without asking, it trains too."""
+    program = textwrap.dedent(f"""
+        import sys, torch, zeroshard
+        from zeroshard.ranks.comm import Simulated
+
+        def train(**settings):
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            zero = zeroshard.shard(model, optimizer, **settings)
+            model(torch.ones(2, 8, dtype=next(model.parameters()).dtype)).sum().backward()
+            optimizer.step()
+
+        train(stage=3)
+        assert len(zeroshard.features.features()) == {len(features.FILES) - 1}
+        if {ASKS.get(name, "")!r}:
+            try:
+                zeroshard.shard(torch.nn.Linear(8, 8), None, stage=2, {ASKS.get(name, "")})
+            except zeroshard.Error as error:
+                print(error)
+    """)
+    run = [sys.executable, "-c", program]
+    told = subprocess.run(
+        run, env=built_without(name, tmp_path), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    if name in ASKS:
+        assert "without a feature that the settings ask for" in told.stdout
+        assert f"expected: zeroshard/{name.replace('.', '/')}.py" in told.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", features.FILES)
+def test_the_tests_of_the_rest_pass_without_a_feature(name, tmp_path):
+    """Those that ask for it, one or two, are skipped by `without.py`."""
+    env = built_without(name, tmp_path)
+    select = [
+        "-m",
+        "not slow and not full",
+        "--worlds=plain",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "without",
+        "-q",
+        *WITHOUT,
+    ]
+    run = [sys.executable, "-m", "pytest", *select]
+    told = subprocess.run(run, cwd=HERE, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert told.returncode == 0, told.stdout[-3000:]
+    passed, skipped = (int(re.search(rf"(\d+) {how}", told.stdout)[1]) for how in ("passed", "skipped"))
+    assert passed > 170 and skipped <= 5, told.stdout[-300:]  # three of these skipped need a GPU
+
+
+def test_manifests_name_themselves_and_a_page():
+    """Each has a name, a page of the documents, and answers at least one hook."""
+    found = [importlib.import_module(f"zeroshard.{name}").FEATURE for name in features.FILES]
+    assert len({feature.name for feature in found}) == len(found) == len(features.features())
+    for feature in found:
+        hooks = {name for name in vars(type(feature)) if not name.startswith("_")} - {"name", "page"}
+        assert hooks and hooks <= set(vars(features.Feature)), feature.name
+        assert (HERE.parent / "docs" / feature.page.partition("#")[0]).exists(), feature.page
+    assert importlib.util.find_spec("zeroshard.features")

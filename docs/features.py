@@ -94,7 +94,7 @@ FEATURES = {
     ),
     "split masters": Feature(
         r"\.split\b(?!\()|split_master|Master\.SPLIT|\bsplits\b|\bSplit\b|split_nbytes|lost_edit|editable\(units|import.*editable"
-        r"|\bjoin_\b|\bsplit_\(|split=|SPLIT_BITS|report_lost|check_split|forget_kept|\bkeep\(\)|by_itself",
+        r"|\bjoin_\b|\bsplit_\(|split=|SPLIT_BITS|report_lost|check_split|forget_kept|\bkeep\(\)",
         ("engine/split.py",),
         r"ranks\.split|splits =|own, splits|receive, send, own, splits|\[self\.position\] = splits",
         ("ranks/process_team.py", "numerics.py", "checkpoint/replicas.py"),
@@ -188,7 +188,8 @@ FEATURES = {
         r"|\.written\(|def written|\.replaced\(|def replaced|\.publish\(\)|def publish\(self\)|fingerprint|\.news\b|\.heard\b|telling\("
         r"|\bedited\b|make_way|generation\b|increment_version",
         ("engine/edits.py", "digests.py"),
-        r"self\.gradients\.edits|before\.replaced|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside",
+        r"self\.gradients\.edits|before\.replaced|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside"
+        r"|max_norm edits|[Mm]ake the same edits",
         (
             "engine/undo.py",
             "engine/kernels.py",

@@ -442,7 +442,7 @@ def test_waits_for_the_device_are_so_many(stages):
                     "fp8 in tiles": {"numerics.same_bits": fp8},
                     "nonfinite": {"engine.finite._is_finite": buckets},
                     "norms of order 3": {"bins.roots_from_bins": 1},
-                    "split": {"engine.alike.report_lost_edits": 1},
+                    "split": {"engine.split._report_lost_edits": 1},
                 }[name]
                 assert (asked, copied) == (want, int(name == "norms of order 3")), (stage, name)
                 assert buckets >= 2 and fp8 == 2 * name.startswith("fp8")

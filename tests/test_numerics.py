@@ -512,7 +512,8 @@ def test_any_number_of_threads_misses_no_edit(threads, count, known):
     for at in (0, numel // 2, numel - 1):
         master = random(numel, 7)
         params = master.bfloat16()
-        edits = Edits(SimpleNamespace(master=SimpleNamespace(here=lambda changed, own=master: nullcontext(own))))
+        held = SimpleNamespace(here=lambda changed, own=master: nullcontext(own))
+        edits = Edits(SimpleNamespace(master=held, codec=SimpleNamespace(asks=False)))
         if known:
             edits.agree(params)
         for edited in (False, True):

@@ -7,6 +7,8 @@
     gather     codec        how parameters rest, and become what modules compute with
                masters      how their masters rest
                tier         where states rest
+               check_edits  edits that it could not follow
+               editing      making ready for edits inside gathered()
                left         edits to follow as all ranks leave gathered()
     sum        message      how contributions travel
                delivery     how a sum reaches where it rests
@@ -18,10 +20,11 @@ No other file imports a feature's. Without that file all else works, and setting
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import UserError
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from .engine.unit import Managed, Unit
     from .layout import Bucket
     from .numerics import Precision
+    from .ranks.agreement import Group
     from .ranks.transport import Team
     from .tiers.tier import Tier
 
@@ -80,6 +84,13 @@ class Feature:
 
     def masters(self, buffer: Buffer, values: Tensor) -> Plain | None:
         """Return the codec of parameters whose masters rest in this feature's way: with `rest`, which has `values`."""
+
+    def check_edits(self, buffers: Sequence[Buffer], group: Group) -> None:
+        """Report, before all ranks meet, edits of weights that it cannot follow."""
+
+    def editing(self, units: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
+        """Make ready for edits inside gathered()."""
+        return contextlib.nullcontext()
 
     def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> Tier | None:
         """Return a tier of this name, if it is this feature's, for so many bytes; largest: of a bucket's state."""
@@ -124,3 +135,12 @@ def first(hook: str, *args: Any) -> Any:
     """Return the first answer that a feature has to a hook; None if none has any."""
     answers = (getattr(feature, hook)(*args) for feature in features())
     return next((answer for answer in answers if answer is not None), None)
+
+
+@contextlib.contextmanager
+def editing(units: Sequence[Unit]) -> Iterator[None]:
+    """Make all features ready for edits inside gathered()."""
+    with contextlib.ExitStack() as stack:
+        for feature in features():
+            stack.enter_context(feature.editing(units))
+        yield

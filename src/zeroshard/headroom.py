@@ -13,7 +13,6 @@ IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
 LEAVING = 2  # sums on their way from an accelerator to where they rest, kept until they are there
 PIECES = 2  # of pinned memory that what is cast on the host leaves from: one on its way, one being filled
 POOLED = 2 * IN_FLIGHT  # used messages kept for the next of their size: enough for those under way
-SPLIT_BITS = 17  # that an element of a split master takes beside its parameter: half a number, and one for ties
 BUFFERS = 3  # of a file of states: one to compute with, one coming, one going
 
 

@@ -18,7 +18,6 @@ from fractions import Fraction
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from .events import DEVICE, HOST, NVME, SHARED
-from .headroom import SPLIT_BITS
 from .layout import Bucket
 from .stage import STATES, Degree, Placements, Seat
 
@@ -33,6 +32,7 @@ class Format(Protocol):
 F = TypeVar("F", bound=Format)
 TIERS = (DEVICE, HOST, NVME, SHARED)
 Sizes = dict[str, int]  # bytes of each kind of states
+SPLIT_BITS = 17  # that an element of a split master takes beside its parameter: half a number, and one for ties
 
 
 @dataclass(frozen=True)

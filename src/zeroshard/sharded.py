@@ -20,7 +20,7 @@ from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving, wait_for_all_saves
 from .device import asynchronous
 from .engine.accepted import by_bucket, check_added, check_options
-from .engine.alike import Alike, editable, joined, report_lost_edits
+from .engine.alike import Alike, joined
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
 from .engine.buffer import Buffer
@@ -41,7 +41,7 @@ from .engine.undo import Before
 from .engine.unit import Managed, Unit, units_named
 from .errors import PeerError, StateError, UserError
 from .events import Ledger
-from .features import check_present, features, first
+from .features import check_present, editing, features, first
 from .layout import Layout
 from .numerics import Precision
 from .ranks.comm import Comm
@@ -210,7 +210,8 @@ class Engine:
             binding.follow_groups()
 
     def check_edits(self) -> None:
-        report_lost_edits(self.buffers, self.group)
+        for feature in features():
+            feature.check_edits(self.buffers, self.group)
 
     def _notice_edits_of_structure(self, *, called: bool = False) -> None:
         """Refuse modules and parameters replaced or converted since `shard`; follow frozen and unfrozen ones.
@@ -334,7 +335,7 @@ class Engine:
                 unit.land()
         self.ledger.begin("gather")
         try:
-            with self.schedule.pin(units), editable(units):
+            with self.schedule.pin(units), editing(units):
                 parted = False
                 try:
                     yield
@@ -399,7 +400,8 @@ class Engine:
             each.between_steps(what)
         updates = updates_for(what, self.moving)
         self.before_step()
-        report_lost_edits(() if what == "loading" else self.buffers, self.group)
+        if what != "loading":
+            self.check_edits()
         with self.schedule.telling():
             mine = self.group.progress.steps, len(Saving.untold()), updates
             told = self.group.poll(what, self.group.number("checkpoint"), *mine)

@@ -7,6 +7,7 @@ so the layout cuts what it updates. The class says which: `elementwise = True`, 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,10 +95,14 @@ def by_bucket(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "elementwise", known))
 
 
-def check_offload(optimizers: list[Any], offload: Offload, *, split: bool = False) -> None:
-    """Refuse optimizers that cannot be stepped bucket by bucket, if states rest off the device or in halves."""
-    moved = offload not in (Offload(), Offload(parameters="shared"))
-    for optimizer in optimizers if split or moved else ():
+def check_offload(optimizers: list[Any], offload: Offload) -> None:
+    """Refuse optimizers that cannot be stepped bucket by bucket, if states rest off the device."""
+    check_by_bucket(optimizers if offload not in (Offload(), Offload(parameters="shared")) else ())
+
+
+def check_by_bucket(optimizers: Sequence[Any]) -> None:
+    """Refuse optimizers that cannot be stepped bucket by bucket."""
+    for optimizer in optimizers:
         if not by_bucket(optimizer):
             raise UserError(
                 "states in another tier and split masters go bucket by bucket, which this optimizer may not allow",

@@ -6,9 +6,8 @@ sent, buffers' names, shapes and dtypes are part of the digest that all compare 
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,6 @@ from ..errors import StateError
 from ..layout import Layout
 from ..numerics import as_bytes, dense, write_bytes
 from ..ranks.agreement import LEAVING, Group
-from .buffer import Buffer
 from .preflight import Contents
 from .reduction import Reduction
 from .schedule import Schedule
@@ -118,42 +116,6 @@ def weights_digest(units: list[Unit], *, along: bool) -> int:
     # On another device there is no fingerprint, and ranks that differ would look alike.
     found = [fingerprint(ask(buffer.full)) for buffer in buffers]
     return zlib.crc32(repr(found).encode())
-
-
-def report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
-    """Report, before all ranks meet, replicated weights that were edited where split masters could not follow.
-
-    The lower half of a master says nothing of an edited weight, and only the weights from before would tell which
-    elements were edited. They are kept inside `gathered()` alone.
-    """
-    found = [buffer.edits.lost() for buffer in buffers]
-    answers = [each for each in found if isinstance(each, Tensor)]
-    if not (any(each is True for each in found) or (answers and ask(torch.stack(answers).any()))):
-        return
-    for buffer, lost in zip(buffers, found, strict=True):
-        if lost is True or (isinstance(lost, Tensor) and ask(lost)):
-            names = [slot.name for slot in buffer.bucket.slots]
-            group.report(
-                StateError(
-                    "weights were edited outside gathered(), where split masters cannot follow",
-                    where=f"rank {group.rank}, among parameters {names[0]!r} to {names[-1]!r}",
-                    instead="with zero.gathered(): edit   (on every rank); now zero.load(...) a checkpoint. Or shard "
-                    "without Precision(split_master=True), which follows edits anywhere",
-                )
-            )
-            return
-
-
-@contextlib.contextmanager
-def editable(units: list[Unit]) -> Iterator[None]:
-    """Allow edits of these units' replicated weights inside, though their masters are split."""
-    codecs = [buffer.codec for unit in units for buffer in unit.buffers if buffer.resident]
-    kept = [codec for codec in codecs if codec.keep()]
-    try:
-        yield
-    finally:
-        for codec in kept:
-            codec.forget_kept()
 
 
 def joined(batches: Iterable[Batch], alike: Alike, schedule: Schedule, reduction: Reduction) -> Iterator[Batch]:

@@ -37,7 +37,6 @@ from .preflight import (
     check_settings,
     check_trained,
     describe,
-    divides_masters,
     givers,
 )
 from .refused import Settings, refuse
@@ -112,8 +111,7 @@ class Assembly:
             parts = along.seat.parts
             over = self.placements.optimizer
             check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, over)
-            halves = divides_masters(self.precision, self.partition, self.placements, self.offload)
-            check_offload(optimizers, self.offload, split=halves)
+            check_offload(optimizers, self.offload)
             check_once(self.offload, self.group)
             for feature in features():
                 feature.check(self, optimizers, asked)

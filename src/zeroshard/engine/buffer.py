@@ -114,7 +114,7 @@ class Buffer:
         self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
         self.parameters: Flat  # at rest; the masters where these are all that rests: `Cast`
         self.master: Flat | None = None
-        self.edits = Edits(self, anywhere=self.masters is Master.SPLIT)
+        self.edits = Edits(self)
         self.gradients: Flat | None = None
         self.codec = codec(self)
         self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].name == DEVICE

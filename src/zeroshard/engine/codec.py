@@ -108,18 +108,6 @@ class Plain:
         """Copy edits of these parameters, which rest, to their masters. Returns if there were any."""
         return self.buffer.edits.reseed(params, asked=asked)
 
-    @property
-    def follows(self) -> bool:
-        """True if masters can follow an edit of parameters that rest, wherever the program makes it."""
-        return True
-
-    def keep(self) -> bool:
-        """Keep what masters need to follow edits of parameters that rest, until `forget_kept`. Returns if it began."""
-        return False
-
-    def forget_kept(self) -> None:
-        """Give back what `keep` kept."""
-
 
 class Cast(Plain):
     """The codec of buckets of which masters alone rest."""

@@ -7,7 +7,6 @@ On a device a step does not ask at all, since it would wait for the answer: it c
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,15 +24,17 @@ if TYPE_CHECKING:
 class Edits:
     """Edits of one bucket's weights since they were last looked at: the evidence, and what is done with them."""
 
-    def __init__(self, buffer: Buffer, *, anywhere: bool = False) -> None:
-        """anywhere: take digests of weights in a device's memory too."""
+    def __init__(self, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._digest = functools.partial(fingerprint, anywhere=anywhere)
         self.reachable = True  # could the program have edited the gathered copy since it came?
         self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
         self._version = 0  # of the gathered copy as it came
         # Digest of the parameters here when they were last the masters' cast.
         self._agreed: bytes | Tensor | None = None
+
+    def _digest(self, params: Tensor) -> bytes | Tensor | None:
+        """Return a digest of weights; in a device's memory only for a codec that asks."""
+        return fingerprint(params, anywhere=self._buffer.codec.asks)
 
     def came(self, full: Tensor, mine: Tensor | None, *, kept: bool) -> None:
         """Take note of a new gathered copy. kept: it is in memory that something still refers to. mine: this rank's
@@ -132,16 +133,6 @@ class Edits:
         buffer, self.unfollowed = self._buffer, False
         if buffer.codec.asks and buffer.resident:
             self.agree(buffer.parameters.of(*buffer.updated))
-
-    def lost(self) -> bool | Tensor:
-        """Tell if parameters that rest were edited where their masters could not follow. On a device the answer stays
-        there."""
-        buffer = self._buffer
-        if not buffer.resident or buffer.codec.follows:
-            return False
-        buffer.land()
-        buffer.gathered.rebind()
-        return self.differ(buffer.parameters.of(*buffer.updated))
 
     def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
         """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`.

@@ -68,7 +68,7 @@ class InBackward(Subscriber):
         trouble = self._trouble(local)
         if trouble is not None:
             self.group.report(trouble)
-        self._words = [binding.words() for binding in self.bindings]
+        self._words = [binding.options.words() for binding in self.bindings]
         return repr(self._words)
 
     def _trouble(self, local: bool) -> StateError | None:
@@ -134,7 +134,7 @@ class InBackward(Subscriber):
     @torch.no_grad()
     def _update(self, accumulator: Accumulator, having: set[int]) -> None:
         buffer, unit = accumulator.buffer, self._unit_of[id(accumulator.buffer)]
-        bindings = [binding for binding in self.bindings if binding.updates(accumulator, having)]
+        bindings = [binding for binding in self.bindings if _updates(binding, accumulator, having)]
         if bindings:
             buffer.land()
             buffer.gathered.rebind()
@@ -145,7 +145,7 @@ class InBackward(Subscriber):
             self._updated.append(buffer)
             for binding in bindings:
                 try:
-                    binding.update(accumulator, having)
+                    _step(binding, accumulator, having)
                 except TierError as error:
                     self.group.report(error)  # the peers have further reductions to get through
             buffer.gathered.current &= buffer.resident
@@ -166,7 +166,7 @@ class InBackward(Subscriber):
 
     def before_step(self, number: int, *, closure: bool) -> None:
         """Report a call of `optimizer.step()` that asks for what cannot be done any more."""
-        where, words = f"optimizer {number}, rank {self.group.rank}", self.bindings[number].words()
+        where, words = f"optimizer {number}, rank {self.group.rank}", self.bindings[number].options.words()
         mine = [entry for entry in self.gradients.entries if entry.updater == number]
         trouble: StateError | None = None
         if closure:
@@ -235,6 +235,20 @@ class InBackward(Subscriber):
 
     def forget_step(self) -> None:
         self._updated.clear()
+
+
+def _updates(binding: Binding, accumulator: Accumulator, having: set[int]) -> bool:
+    """Tell if an optimizer updates a parameter of a bucket that has a gradient. having: numbers of those."""
+    return any(entry.updater == binding.number and entry.number in having for entry in accumulator.entries)
+
+
+def _step(binding: Binding, accumulator: Accumulator, having: set[int]) -> None:
+    """Step one bucket by its optimizer."""
+    given = {which for which, entry in binding.averages.entry_of.items() if entry.number in having}
+    binding.alone.step(accumulator.buffer, accumulator, given)
+    binding.averages.begin()  # the averages that it has given are used up
+    binding.states.followed(accumulator.buffer)
+    binding.states.count(changed=True)
 
 
 def _index(buffer: Buffer) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..errors import StateError, TierError, UserError
 from ..events import NVME
 from ..ranks.calls import Call
-from .accumulator import Accumulator, Entry
+from .accumulator import Entry
 from .alone import Alone
 from .averages import Averages
 from .backward import in_backward
@@ -81,8 +81,8 @@ class Binding:
         self._groups: list[dict[str, Any]] = []  # its groups when they were last looked through
         self._held: list[nn.Parameter] = []  # and the parameters in them
         self._entries: list[Entry] = []  # the gradients of its members
-        self._averages = Averages(gradients)
-        self._options = Options(optimizer, self._check_options)
+        self.averages = Averages(gradients)
+        self.options = Options(optimizer, self._check_options)
         self._marks: int | None = None  # `_versions` when the running step was about to update; -1: it updates already
         self._updated: list[Buffer] = []  # what the running step updates
         self.edited: set[int] = set()  # buckets whose fragments were written to outside a step: the others must hear it
@@ -91,7 +91,7 @@ class Binding:
         self._lent = False  # does its closure run, which is the program's?
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
         self.states = States(optimizer, number, self.group)
-        self._alone = Alone(optimizer, self.states, self._averages, self.group.ledger)
+        self.alone = Alone(optimizer, self.states, self.averages, self.group.ledger)
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
         stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
@@ -141,7 +141,7 @@ class Binding:
         self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
         self.states.follow(self.fragments)
         self.gradients.made.clear()
-        self._averages.enter((fragment, self._entry(fragment)) for fragment in self.fragments)
+        self.averages.enter((fragment, self._entry(fragment)) for fragment in self.fragments)
         self._entries = [entry for entry in (self._entry(member.place) for member in self.members) if entry is not None]
         for entry in self._entries:
             entry.updater = self.number
@@ -208,7 +208,7 @@ class Binding:
                 )
                 continue
             with self.gradients.reporting():
-                self._alone.write_back(buffer)
+                self.alone.write_back(buffer)
             buffer.gathered.current &= buffer.resident
         return bool(self.edited)
 
@@ -251,7 +251,7 @@ class Binding:
             with torch.no_grad():
                 for buffer in self._updated:
                     if not self._by_itself(buffer):
-                        self._alone.write_back(buffer)
+                        self.alone.write_back(buffer)
                 self._show(self.fragments)
             self._lent = True
             try:
@@ -303,7 +303,7 @@ class Binding:
     def _begin(self) -> None:
         self.schedule.before_step()
         self.watcher.check_edits()
-        options, edits, number = self._options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
+        options, edits, number = self.options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(
             "step", number, self.number, zlib.crc32(options.encode()),
@@ -337,7 +337,7 @@ class Binding:
         # Buckets that have gradients for this optimizer on any rank.
         updated = {id(e.accumulator.buffer) for e in self._entries if e.number in having and e.accumulator.filled}
         self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
-        averages = self._averages
+        averages = self.averages
         shown = averages.hide(self.fragments)
         averages.drop_copies()  # of a step that an exception left
         before, self._bound_now = averages.begin(), True
@@ -373,26 +373,10 @@ class Binding:
         averaged = accumulator.averaged  # already, as it rests
         accumulator.sum.behind()
         try:
-            self._alone.step(buffer, accumulator, given)
+            self.alone.step(buffer, accumulator, given)
         finally:
             if accumulator.sum.in_file:
                 accumulator.forget_step(averaged=averaged)
-
-    def words(self) -> str:
-        """Return the options that it steps with, as ranks compare them."""
-        return self._options.words()
-
-    def updates(self, accumulator: Accumulator, having: set[int]) -> bool:
-        """Tell if this optimizer updates a parameter of a bucket that has a gradient. having: numbers of those."""
-        return any(entry.updater == self.number and entry.number in having for entry in accumulator.entries)
-
-    def update(self, accumulator: Accumulator, having: set[int]) -> None:
-        """Step one bucket in backward."""
-        given = {which for which, entry in self._averages.entry_of.items() if entry.number in having}
-        self._alone.step(accumulator.buffer, accumulator, given)
-        self._averages.begin()  # the averages that it has given are used up
-        self.states.followed(accumulator.buffer)
-        self.states.count(changed=True)
 
     @torch.no_grad()
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -405,25 +389,25 @@ class Binding:
         self.gradients.uncalled.discard(self.number)
         for buffer in self._updated:
             if not self._by_itself(buffer):
-                self._alone.write_back(buffer)
+                self.alone.write_back(buffer)
         once = any(buffer.team.once for buffer in self._updated)  # from here on ranks write memory that others read
         once |= any(buffer.codec.agrees for buffer in self._updated)
         if once or any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
         publish(self._updated, overlap=self.schedule.settings.overlap)
         self.schedule.after_step()
-        given = self._averages.begin()
+        given = self.averages.begin()
         self._show(
             [each for each in self.fragments if self._skips or id(each.param) in given or not each.param.numel()]
         )
-        self._averages.drop_copies()
+        self.averages.drop_copies()
         self.states.count(changed=True)
         self._call = self._marks = None
         self.group.progress.steps += 1
         self.group.ledger.end("step")
 
     def _show(self, fragments: Sequence[Fragment]) -> None:
-        self._averages.show(fragments, self.gradients.having(self._entries))
+        self.averages.show(fragments, self.gradients.having(self._entries))
 
     def _zero_grad(self, original: Callable[..., None], set_to_none: bool = True) -> None:
         original(set_to_none=set_to_none)

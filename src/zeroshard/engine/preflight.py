@@ -21,8 +21,6 @@ from ..layout import BLOCK, Layout, Partition
 from ..numerics import Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
-from ..resting import Master, master_of
-from ..stage import Placements
 from ..tiers.tier import Offload
 from .options import words
 from .unit import Managed
@@ -105,27 +103,6 @@ def check_trained(name: str, dtype: torch.dtype) -> None:
             instead="Precision(param_dtype=torch.bfloat16), which begins with the values that the parameter has; with "
             "fp8=True it rests in 8 bits again",
         )
-
-
-def divides_masters(precision: Precision, partition: Partition, placements: Placements, offload: Offload) -> bool:
-    """Tell if masters are split: not where they alone rest, which is noted. Raises where there are none to split."""
-    if not precision.split_master:
-        return False
-    found = {
-        master_of(formats, placements, at, one_memory=True)
-        for bucket, at in zip(partition.buckets, offload.buckets(partition.buckets), strict=True)
-        if bucket.trainable and (formats := precision.formats(bucket)).splits
-    }
-    if not found:
-        raise UserError(
-            "there are no masters to split: no bfloat16 parameter is trained",
-            expected="a bfloat16 parameter that rests beside its fp32 master",
-            got="Precision(split_master=True)",
-            instead="Precision(param_dtype=torch.bfloat16, split_master=True)",
-        )
-    if found == {Master.ALONE}:
-        log.info("split_master=True splits nothing: masters alone rest of sharded parameters on the device")
-    return Master.SPLIT in found
 
 
 def dispatches(tensor: Tensor) -> bool:

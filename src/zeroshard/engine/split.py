@@ -11,24 +11,34 @@ be brought to memory, as one in a file has: it may rest in any tier itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..device import ask, blank, chunk
+from ..errors import StateError, UserError
 from ..events import DEVICE, HOST
 from ..features import Feature
-from ..headroom import SPLIT_BITS
-from ..numerics import simulated
-from ..resting import Master
-from ..tiers.tier import DeviceTier, Rest, Tier
+from ..layout import Partition
+from ..numerics import Precision, simulated
+from ..ranks.agreement import Group
+from ..resting import SPLIT_BITS, Master, master_of
+from ..stage import Placements
+from ..tiers.tier import DeviceTier, Offload, Rest, Tier
+from .accepted import check_by_bucket
 from .codec import Plain
 from .flat import Flat
+from .refused import Settings
 
 if TYPE_CHECKING:
+    from .assembly import Assembly
     from .buffer import Buffer
+    from .unit import Unit
+
+log = logging.getLogger("zeroshard")
 
 JOINED = "joined"  # in the ledger: a bucket's masters inside `here()`, and `Split.before`
 
@@ -276,12 +286,85 @@ class SplitOf(Plain):
         self.rest.forget_kept()
 
 
+def _divides_masters(precision: Precision, partition: Partition, placements: Placements, offload: Offload) -> bool:
+    """Tell if masters are split: not where they alone rest, which is noted. Raises where there are none to split."""
+    if not precision.split_master:
+        return False
+    found = {
+        master_of(formats, placements, at, one_memory=True)
+        for bucket, at in zip(partition.buckets, offload.buckets(partition.buckets), strict=True)
+        if bucket.trainable and (formats := precision.formats(bucket)).splits
+    }
+    if not found:
+        raise UserError(
+            "there are no masters to split: no bfloat16 parameter is trained",
+            expected="a bfloat16 parameter that rests beside its fp32 master",
+            got="Precision(split_master=True)",
+            instead="Precision(param_dtype=torch.bfloat16, split_master=True)",
+        )
+    if found == {Master.ALONE}:
+        log.info("split_master=True splits nothing: masters alone rest of sharded parameters on the device")
+    return Master.SPLIT in found
+
+
+def _lost(buffer: Buffer) -> bool | Tensor:
+    """Tell if parameters that rest were edited where their masters could not follow. On a device the answer stays
+    there."""
+    if not (buffer.resident and isinstance(buffer.codec, SplitOf)) or buffer.codec.follows:
+        return False
+    buffer.land()
+    buffer.gathered.rebind()
+    return buffer.edits.differ(buffer.parameters.of(*buffer.updated))
+
+
+def _report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
+    """Report, before all ranks meet, replicated weights that were edited where split masters could not follow.
+
+    The lower half of a master says nothing of an edited weight, and only the weights from before would tell which
+    elements were edited. They are kept inside `gathered()` alone.
+    """
+    found = [_lost(buffer) for buffer in buffers]
+    answers = [each for each in found if isinstance(each, Tensor)]
+    if not (any(each is True for each in found) or (answers and ask(torch.stack(answers).any()))):
+        return
+    for buffer, lost in zip(buffers, found, strict=True):
+        if lost is True or (isinstance(lost, Tensor) and ask(lost)):
+            names = [slot.name for slot in buffer.bucket.slots]
+            group.report(
+                StateError(
+                    "weights were edited outside gathered(), where split masters cannot follow",
+                    where=f"rank {group.rank}, among parameters {names[0]!r} to {names[-1]!r}",
+                    instead="with zero.gathered(): edit   (on every rank); now zero.load(...) a checkpoint. Or shard "
+                    "without Precision(split_master=True), which follows edits anywhere",
+                )
+            )
+            return
+
+
 class _Manifest(Feature):
     name = "split masters"
     page = "decisions/split-masters.md"
 
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+        halves = _divides_masters(assembly.precision, assembly.partition, assembly.placements, assembly.offload)
+        check_by_bucket(optimizers if halves else ())
+
     def masters(self, buffer: Buffer, values: Tensor) -> SplitOf | None:
         return SplitOf(buffer, values) if buffer.masters is Master.SPLIT else None
+
+    def check_edits(self, buffers: Sequence[Buffer], group: Group) -> None:
+        _report_lost_edits(buffers, group)
+
+    @contextlib.contextmanager
+    def editing(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Allow edits of these units' replicated weights inside, though their masters are split."""
+        codecs = [buffer.codec for unit in units for buffer in unit.buffers if buffer.resident]
+        kept = [codec for codec in codecs if isinstance(codec, SplitOf) and codec.keep()]
+        try:
+            yield
+        finally:
+            for codec in kept:
+                codec.forget_kept()
 
 
 FEATURE = _Manifest()

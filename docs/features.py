@@ -128,7 +128,7 @@ FEATURES = {
     ),
     "the optimizer in backward": Feature(
         r"InBackward|self\.in_backward|optimizer_in_backward|in_backward=|parts\.in_backward|check_in_backward|self\.early\b"
-        r"|each\.early|\bearly and\b|\.gone\b|Passing|\bpassing\b|check_ended|second_gradient"
+        r"|each\.early|\bearly and\b|Passing|\bpassing\b|\.stays\b|check_ended|each\.second"
         r"|stepped=|early\.awaited|catch_up|in_backward: bool|early = False|def (words|updates|update)\(self|^class Early"
         r"",
         ("engine/in_backward.py",),
@@ -160,7 +160,7 @@ FEATURES = {
     "tiers": Feature(
         r"\.here\(|in_file|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\(",
         ("tiers/tier.py", "tiers/nvme.py"),
-        r"unit\.ahead",
+        r"unit\.ahead|def in_file",
         ("ranks/groups.py", "ranks/link.py"),
     ),
     "no_sync": Feature(

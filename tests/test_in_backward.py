@@ -21,6 +21,8 @@ import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine import alone
 from zeroshard.engine.contribution import second_gradient
+from zeroshard.engine.in_backward import InBackward
+from zeroshard.engine.reduction import REDUCED
 from zeroshard.errors import PeerError, StateError, TierError, UserError
 from zeroshard.ranks import groups
 
@@ -478,7 +480,7 @@ def test_weights_between_backward_and_step_are_the_new_ones(stage):
 
 def test_a_second_gradient_is_refused_without_saying_that_the_step_can_be_repeated():
     """The optimizer has used the first: waiting for the end would not bring it back."""
-    early, late = (str(second_gradient(["w"], stepped=stepped)) for stepped in (True, False))
+    early, late = (str(second_gradient(["w"], *told)) for told in (InBackward.second, REDUCED))
     assert "used by the optimizer in backward" in early and "without optimizer_in_backward=True" in early
     assert "repeat the step" in late and "repeat" not in early
 

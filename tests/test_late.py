@@ -25,10 +25,10 @@ from zeroshard.engine.alone import Alone
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.edits import Edits
 from zeroshard.engine.fragment import States
-from zeroshard.engine.in_backward import InBackward
+from zeroshard.engine.in_backward import InBackward, Passing
 from zeroshard.engine.sums import Sums
 from zeroshard.tiers.nvme import FileRest
-from zeroshard.tiers.tier import Passing, Rest
+from zeroshard.tiers.tier import Rest
 
 SIZES = (7, 40, 33, 21, 5)
 STEPS = 3
@@ -37,7 +37,7 @@ PLACES = [
     (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "publish"), (Edits, "follow"),
     (InBackward, "averaged"), (InBackward, "next"), (InBackward, "ended"),
     (Sums, "_land_first"), (Sums, "_store"), (Sums, "send"),
-    (States, "present"), (Rest, "here"), (Passing, "forget"), (FileRest, "here"),
+    (States, "present"), (Rest, "here"), (Passing, "clear"), (FileRest, "here"),
 ]  # fmt: skip
 
 

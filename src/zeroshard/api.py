@@ -96,7 +96,7 @@ def shard(
         warn_of_idle()
     check_flag("optimizer_in_backward", optimizer_in_backward)
     policies = precision, offload, layout, comm
-    return Zero(Engine(model, optimizers, stage, *policies, device, init, optimizer_in_backward))
+    return Zero(Engine(model, optimizers, stage, *policies, device, init, in_backward=optimizer_in_backward))
 
 
 def _policy(name: str, given: Any, kind: Any) -> Any:

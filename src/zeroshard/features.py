@@ -6,7 +6,7 @@
                ready        anything to be done once the engine stands
     gather     codec        how parameters rest, and become what modules compute with
                masters      how their masters rest
-               tier         where states rest
+               tier, tiers  where states rest
                check_edits  edits that it could not follow
                editing      making ready for edits inside gathered()
                left         edits to follow as all ranks leave gathered()
@@ -84,6 +84,10 @@ class Feature:
 
     def masters(self, buffer: Buffer, values: Tensor) -> Plain | None:
         """Return the codec of parameters whose masters rest in this feature's way: with `rest`, which has `values`."""
+
+    def tiers(self, assembly: Assembly, settings: Settings) -> dict[str, Tier]:
+        """Return the tiers of states that rest in this feature's, whatever `Offload` says."""
+        return {}
 
     def check_edits(self, buffers: Sequence[Buffer], group: Group) -> None:
         """Report, before all ranks meet, edits of weights that it cannot follow."""

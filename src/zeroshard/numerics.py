@@ -169,16 +169,17 @@ class Precision:
         """Tell if a parameter of these names is an exception (`keep`)."""
         return any(fnmatchcase(name, pattern) for name in names for pattern in self.keep)
 
-    def of(self, *, kept: bool, fp8: bool = False) -> Precision:
-        """Return the settings of exceptions (`kept`), of parameters whose 8 bits rest beside their masters (`fp8`), or
-        of all others."""
-        if fp8:
-            return replace(self, store_params=True)
+    def of(self, *, kept: bool) -> Precision:
+        """Return the settings of exceptions (`kept`), or of all others."""
         return Precision(store_params=self.store_params) if kept else self
+
+    def of_bucket(self, bucket: Bucket) -> Precision:
+        """Return the settings of a bucket's parameters. Those whose 8 bits rest beside their masters are stored."""
+        return replace(self, store_params=True) if bucket.fp8 else self.of(kept=bucket.kept)
 
     def formats(self, bucket: Bucket) -> Formats[torch.dtype]:
         """Return the formats of a bucket's states."""
-        own = self.of(kept=bucket.kept, fp8=bucket.fp8)
+        own = self.of_bucket(bucket)
         param: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))
         rest = torch.uint8 if bucket.fp8 else param
         return Formats(param, rest, own.grad(param), own.master(param), own.casts(param), own.splits(param))

@@ -69,10 +69,11 @@ class Engine:
         comm: Comm,
         device: torch.device,
         init: Callable[[nn.Module], None] | None,
-        in_backward: bool,
+        **others: bool,
     ) -> None:
+        """others: settings that no policy has, by their names in `Settings`."""
         placements(stage)  # refuses what is no stage
-        asked = settings(stage, precision, layout, comm, offload, in_backward=in_backward)
+        asked = settings(stage, precision, layout, comm, offload, **others)
         refuse(asked.placing)
         check_present(asked)
         comm = comm.sharing(once=offload.once)
@@ -88,10 +89,10 @@ class Engine:
         self.asked = asked = asked._replace(replicas=self.replicas)  # a mesh says how many
         refuse(asked.placing)
         check_present(asked)
-        parts = Assembly(model, stage, precision, offload, self.group, mesh, comm.optimizer, in_backward)
+        parts = Assembly(model, stage, precision, offload, self.group, mesh, asked)
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:
-            parts.plan(optimizers, layout, comm, asked)
+            parts.plan(optimizers, layout, comm)
             before = before or Before(model, optimizers)
             self._assemble(parts, before, optimizers, init)
             self.ledger.end("init")

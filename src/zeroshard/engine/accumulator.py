@@ -162,8 +162,7 @@ class Accumulator:
     def clear(self) -> None:
         self._move(Holds.NOTHING)
         self.rounded = False
-        if self.sum.passing:
-            self.sum.rest.forget()
+        self.sum.rest.clear()
 
 
 @dataclass(eq=False)

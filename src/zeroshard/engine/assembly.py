@@ -18,11 +18,11 @@ from ..features import features, first
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
-from ..ranks.comm import Comm, Over
+from ..ranks.comm import Comm
 from ..ranks.together import Together
 from ..resting import resting
 from ..stage import STATES, placements
-from ..tiers.tier import DeviceTier, HostTier, Offload, OnceTier, PassingTier, Tier
+from ..tiers.tier import DeviceTier, HostTier, Offload, OnceTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .codec import Plain
@@ -66,8 +66,7 @@ class Assembly:
     offload: Offload
     group: Group
     mesh: Any = None  # over whose axis tensor parallelism has cut parameters
-    over: Over = "team"  # is what optimizers update sharded over one of several replicas, or over all?
-    in_backward: bool = False  # are buckets stepped as their gradients come?
+    asked: Settings = field(default_factory=Settings)
     managed: list[Managed] = field(init=False)
     partition: Partition = field(init=False)
     seed: int = field(init=False)  # of all random numbers, agreed on
@@ -82,19 +81,17 @@ class Assembly:
     told: bool = False  # have all ranks been told of what is raised now?
 
     def __post_init__(self) -> None:
-        spread = self.over == "all" and self.group.team.seat.replicas > 1
-        once, early = self.offload.once, self.in_backward
-        self.placements = placements(self.stage, spread=spread, once=once, in_backward=early)
+        self.placements = placements(self.stage, **self.asked.placed)
         self.tier = DeviceTier(self.group.device, self.group.ledger)
 
-    def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm, asked: Settings) -> None:
+    def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
         """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
         problem: Exception | None = None
         self.native = comm.reduce == "native"
         facts: dict[str, Any] = {}
         named: list[tuple[str, nn.Module]] = []
         try:
-            refuse(asked)
+            refuse(self.asked)
             check_model(self.model)
             check_tensors(self.model, self.mesh, layout, comm)
             if self.mesh is not None:
@@ -114,10 +111,10 @@ class Assembly:
             check_offload(optimizers, self.offload)
             check_once(self.offload, self.group)
             for feature in features():
-                feature.check(self, optimizers, asked)
+                feature.check(self, optimizers, self.asked)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
-            facts |= {"stage": self.stage, "optimizer_in_backward": self.in_backward}
+            facts |= self.asked.told
         except Exception as error:
             problem = error
         told = ask_all(self.group, facts, problem)
@@ -201,8 +198,8 @@ class Assembly:
             for bucket in buckets[unit.index]:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
-                if self.in_backward:
-                    tiers["gradients"] = PassingTier(self.tier)
+                for feature in features():
+                    tiers |= feature.tiers(self, self.asked)
                 align, placed = self.partition.align, self.placements
                 codec = first("codec", self, bucket) or Plain
                 where = self.group, self.tier, tiers, self.saved

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ..errors import StateError
+from ..events import DEVICE
 from .accumulator import Entry
 from .buffer import Buffer
 from .fragment import Fragment
@@ -81,15 +82,14 @@ class Averages:
         made once."""
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
-        passing = accumulator.sum.passing
         if own.device != param.device:
             return self._copied(fragment.buffer, own, param)[part].view(param.shape)
-        if accumulator.sum.in_file and not passing:
+        if accumulator.sum.in_file and accumulator.sum.rest.tier != DEVICE:
             return own[part].to(param.dtype).view(param.shape)
         if own.dtype != param.dtype:
             return self._copied(fragment.buffer, own, param)[part].view(param.shape)
         average = own[part].view(param.shape)
-        return average if passing else self._views.setdefault(id(param), average)
+        return average if accumulator.sum.in_file else self._views.setdefault(id(param), average)
 
     def _copied(self, buffer: Buffer, own: Tensor, like: Tensor) -> Tensor:
         """Return a copy of a bucket's averages in another dtype, or where the optimizer is, until the step is over.

@@ -105,7 +105,7 @@ class Buffer:
         self._saved = saved or SavedTensors()
         self.formats = precision.formats(bucket)
         self.dtype, self.grad_dtype = self.formats.computed, self.formats.gradients
-        precision = precision.of(kept=bucket.kept, fp8=bucket.fp8)
+        precision = precision.of_bucket(bucket)
         self.reduce_dtype = self.grad_dtype if native and not precision.reduce_dtype else precision.reduce(self.dtype)
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?

@@ -182,14 +182,8 @@ def check_dense(grad: Tensor, name: str) -> None:
         )
 
 
-def second_gradient(names: list[str], *, stepped: bool) -> StateError:
-    """Make the error for a gradient that came after its bucket's sum was complete.
-
-    stepped: the optimizer in backward may have used that sum already.
-    """
-    first, or_else = "reduced", "or repeat the step: from now on they wait for the end"
-    if stepped:
-        first, or_else = "used by the optimizer in backward", "or shard(...) without optimizer_in_backward=True"
+def second_gradient(names: list[str], first: str, or_else: str) -> StateError:
+    """Make the error for a gradient that came after its bucket's sum was complete. first: what was done with that."""
     return StateError(
         f"a parameter received a second gradient from a re-entrant checkpoint after its first was {first}",
         where=f"parameters {names}",

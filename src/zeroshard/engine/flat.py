@@ -32,7 +32,7 @@ from ..layout import Bucket
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
 from ..stage import Degree
-from ..tiers.tier import Part, Passing, Pinned, Rest, Tier
+from ..tiers.tier import Part, Pinned, Rest, Tier
 
 
 class Flat:
@@ -88,17 +88,12 @@ class Flat:
     @property
     def on_device(self) -> bool:
         """True if it is in the device's memory at any time."""
-        return self.rest.tier == DEVICE and not self.passing
+        return self.rest.tier == DEVICE and self.rest.stays
 
     @property
     def pinned(self) -> bool:
         """Tell if the device copies from and to its memory behind the program."""
         return isinstance(self.rest, Pinned)
-
-    @property
-    def passing(self) -> bool:
-        """True if it rests nowhere, and is there only while it is used."""
-        return isinstance(self.rest, Passing)
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:

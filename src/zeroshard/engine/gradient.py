@@ -40,7 +40,7 @@ class Gradients:
         self.entries: list[Entry] = []
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
         self.uncalled: set[int] = set()  # numbers of the optimizers in a step whose closure was not called yet
-        self.gone = False  # did the optimizer use all gradients inside backward?
+        self.refuse: Callable[[str, object], StateError] | None = None  # makes the error if all gradients are gone
         self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
         self._edited_with: Any = None
         self._asked: tuple[Tensor, int, Tensor] | None = None  # of the device: a number, its version, what it is

@@ -7,9 +7,10 @@ backwards and skipping a step are refused. `optimizer.step()` ends the step that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import StateError, TierError, UserError
+from ..events import DEVICE
 from ..features import Feature
 from ..ranks.transport import Work
+from ..tiers.tier import DeviceTier, Rest, Tier
 from .accepted import BY_TENSOR, by_bucket
 from .accumulator import Accumulator
 from .buffer import Buffer
@@ -36,6 +39,48 @@ _ELSE = "or shard(...) without optimizer_in_backward=True"
 _scaled: deque[int] = deque(maxlen=1024)
 
 
+class Passing(Rest):
+    """One state of one bucket that rests nowhere: it is in memory from the first `here()` until it is cleared."""
+
+    stays = False
+
+    def __init__(self, tier: DeviceTier, state: str, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(tier.name, torch.empty(0, dtype=dtype, device=tier.device))
+        self._of, self._state, self._numel = tier, state, numel
+        self._none = self.tensor
+
+    @property
+    def in_file(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
+        """Reserve memory at the first use, with arbitrary content: every element that is read must be written first."""
+        if self.tensor is self._none:
+            self.tensor = self._of.reserve(self._state, self._numel, self._none.dtype, zeroed=False)
+        yield self.tensor
+
+    def clear(self) -> None:
+        """Give its memory back."""
+        if self.tensor is not self._none:
+            tensor, self.tensor = self.tensor, self._none
+            self._of.give_back(self._state, tensor)
+
+
+class PassingTier(Tier):
+    """The device's memory, for as long as a state is needed."""
+
+    name = DEVICE
+
+    def __init__(self, tier: DeviceTier) -> None:
+        self._tier = tier
+        self.device = tier.device
+        self.ledger = tier.ledger
+
+    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
+        return Passing(self._tier, state, numel, dtype)
+
+
 class InBackward(Subscriber):
     """The updates of one model's weights by backwards, and refusals of what these leave no room for.
 
@@ -43,6 +88,7 @@ class InBackward(Subscriber):
     """
 
     early = True
+    second = "used by the optimizer in backward", "or shard(...) without optimizer_in_backward=True"
 
     def __init__(
         self, bindings: Sequence[Binding], gradients: Gradients, schedule: Schedule, check_edits: Callable[[], None]
@@ -57,7 +103,7 @@ class InBackward(Subscriber):
         self._updated: list[Buffer] = []  # by the running backward
         self._words: list[str] = []  # the options that it steps with, optimizer by optimizer
         self.awaited: set[int] = set()  # numbers of the optimizers whose step() is to end what a backward has done
-        gradients.gone = True
+        gradients.refuse = _gone
         cover_scalers()
 
     # --- a backward -------------------------------------------------------------------------------------------------
@@ -237,6 +283,17 @@ class InBackward(Subscriber):
         self._updated.clear()
 
 
+def _gone(name: str, what: object) -> StateError:
+    return StateError(
+        "a gradient is gone: with the optimizer in backward it was used and its memory given back",
+        where=f"gradient of {name!r}",
+        expected="nothing between loss.backward() and optimizer.step() that reads, clips or scales gradients, and "
+        "zero_grad() with set_to_none=True",
+        got=f"{what}",
+        instead="leave it out; or shard(...) without optimizer_in_backward=True",
+    )
+
+
 def _updates(binding: Binding, accumulator: Accumulator, having: set[int]) -> bool:
     """Tell if an optimizer updates a parameter of a bucket that has a gradient. having: numbers of those."""
     return any(entry.updater == binding.number and entry.number in having for entry in accumulator.entries)
@@ -308,6 +365,9 @@ class _Manifest(Feature):
     def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
         if settings.in_backward:
             check_in_backward([*optimizers])
+
+    def tiers(self, assembly: Any, settings: Settings) -> dict[str, Tier]:
+        return {"gradients": PassingTier(assembly.tier)} if settings.in_backward else {}
 
     def subscriber(self, engine: Any, settings: Settings) -> InBackward | None:
         if not settings.in_backward:

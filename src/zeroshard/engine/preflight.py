@@ -211,7 +211,7 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
     """Refuse settings that contradict each other."""
     for bucket in (bucket for bucket in partition.buckets if bucket.trainable and not bucket.whole):
         own = getattr(torch, bucket.dtype.removeprefix("torch."))
-        updated = precision.of(kept=bucket.kept, fp8=bucket.fp8).master(own)
+        updated = precision.of_bucket(bucket).master(own)
         if partition.align < BLOCK and layout.bounds != "tensor" and updated.itemsize < 4:
             raise UserError(
                 "optimizers' 16-bit kernels round elsewhere where a cut ends a vector",

@@ -40,6 +40,7 @@ from .unit import profiled
 
 PAUSE = 0.5  # seconds that backward pauses at most for the oldest reduction
 MOST = 2  # gradients of one parameter in a backward, or more
+REDUCED = "reduced", "or repeat the step: from now on they wait for the end"
 UNHURRIED = 60.0  # where what is held is compared with a plan, which must not depend on how busy a machine is
 
 
@@ -242,7 +243,8 @@ class Reduction:
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.group.level("")
-            raise second_gradient(names, stepped=any(each.early for each in self.subscribers))
+            used = next((each.second for each in self.subscribers if each.second), REDUCED)
+            raise second_gradient(names, *used)
         self._got, with_gradient = got, set()
         for index, contribution in self.contributions.items():
             # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.

@@ -46,6 +46,16 @@ class Settings(NamedTuple):
         return self.over == "all" and self.replicas > 1
 
     @property
+    def placed(self) -> dict[str, bool]:
+        """The settings that change a stage's placements: see `stage.placements`."""
+        return {"spread": self.spread, "once": self.once, "in_backward": self.in_backward}
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The facts that ranks compare beside the policies, by the name of the argument."""
+        return {"stage": self.stage, "optimizer_in_backward": self.in_backward}
+
+    @property
     def placing(self) -> Settings:
         """The settings that say where states are placed: with two that do not go together nothing can be built."""
         return Settings(self.stage, self.replicas, transport=self.transport, over=self.over, once=self.once)

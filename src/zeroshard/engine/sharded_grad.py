@@ -42,7 +42,7 @@ class Book(Protocol):
     keeper: Keeper
     entries: list[Entry]
     uncalled: set[int]  # numbers of the optimizers in a step whose closure was not called yet
-    gone: bool  # did the optimizer use all gradients inside backward?
+    refuse: Callable[[str, object], StateError] | None  # makes the error if all gradients are gone
 
     def norm(self, entry: Entry, order: float) -> Tensor:
         """Return the norm of one parameter's whole gradient, 0-d fp32, the same on every rank."""
@@ -116,8 +116,8 @@ class ShardedGrad(Tensor):
     def _current(self) -> Entry:
         """The entry, if this is still its gradient; else raises: a kept handle must not speak for a later backward."""
         entry = self._entry
-        if self._book.gone:
-            raise self._cannot("a question or an edit")
+        if self._book.refuse is not None:
+            raise self._book.refuse(entry.slot.name, "a question or an edit")
         with torch._C.DisableTorchFunctionSubclass():
             holders = [entry.param.grad, *(fragment.grad for fragment in entry.fragments)]
         if not any(holder is self for holder in holders) and not self._is_fragment:
@@ -132,15 +132,8 @@ class ShardedGrad(Tensor):
         return f"ShardedGrad({self._entry.slot.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def _cannot(self, what: object) -> StateError:
-        if self._book.gone:
-            return StateError(
-                "a gradient is gone: with the optimizer in backward it was used and its memory given back",
-                where=f"gradient of {self._entry.slot.name!r}",
-                expected="nothing between loss.backward() and optimizer.step() that reads, clips or scales gradients, "
-                "and zero_grad() with set_to_none=True",
-                got=f"{what}",
-                instead="leave it out; or shard(...) without optimizer_in_backward=True",
-            )
+        if self._book.refuse is not None:
+            return self._book.refuse(self._entry.slot.name, what)
         if self._entry.updater in self._book.uncalled:
             return StateError(
                 "the optimizer reads gradients before it calls the closure that its step was given",
@@ -192,7 +185,7 @@ class ShardedGrad(Tensor):
         if func in (aten.linalg_vector_norm.default, aten._foreach_norm.Scalar):
             return _norm(func, *args, **kwargs)
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            if args[0][0]._book.gone:
+            if args[0][0]._book.refuse is not None:
                 raise args[0][0]._cannot("a GradScaler")
             return unscale(args[0][0]._book, *args)
         if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(args[0], ShardedGrad):

@@ -28,6 +28,7 @@ class Subscriber:
 
     looks = False  # does it look at contributions? Then each rank's own outlives the sum
     early = False  # does it use up averages in backward?
+    second: tuple[str, str] | None = None  # what it does with a first gradient, and what else to write, for an error
     skipped = 0  # steps that it passed over
     last: Any = None  # why, that is what it has found
 

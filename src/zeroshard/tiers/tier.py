@@ -164,6 +164,8 @@ def fractions(state: str, where: Where) -> dict[str, float]:
 class Rest:
     """One state of one bucket at rest in memory: `tensor`, 1-D, always there."""
 
+    stays = True  # does it rest anywhere while it is not used?
+
     def __init__(self, tier: str, tensor: Tensor) -> None:
         self.tier = tier
         self.tensor: Tensor = tensor
@@ -210,6 +212,9 @@ class Rest:
     def forget(self) -> None:
         """Drop changes in memory without keeping them: what rests counts."""
 
+    def clear(self) -> None:
+        """Take note that its content does not count any more."""
+
     def same_as(self, tensor: Tensor) -> bool:
         """Tell if the bits of `tensor` are the ones that rest here."""
         return same_bits(tensor.to(self.tensor.device), self.tensor)
@@ -242,32 +247,6 @@ class Pinned(Rest):
     def same_as(self, tensor: Tensor) -> bool:
         self._written.finish()
         return super().same_as(tensor)
-
-
-class Passing(Rest):
-    """One state of one bucket that rests nowhere: it is in memory from the first `here()` until it is forgotten."""
-
-    def __init__(self, tier: DeviceTier, state: str, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(tier.name, torch.empty(0, dtype=dtype, device=tier.device))
-        self._of, self._state, self._numel = tier, state, numel
-        self._none = self.tensor
-
-    @property
-    def in_file(self) -> bool:
-        return True
-
-    @contextlib.contextmanager
-    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
-        """Reserve memory at the first use, with arbitrary content: every element that is read must be written first."""
-        if self.tensor is self._none:
-            self.tensor = self._of.reserve(self._state, self._numel, self._none.dtype, zeroed=False)
-        yield self.tensor
-
-    def forget(self) -> None:
-        """Give its memory back."""
-        if self.tensor is not self._none:
-            tensor, self.tensor = self.tensor, self._none
-            self._of.give_back(self._state, tensor)
 
 
 class Part(NamedTuple):
@@ -418,20 +397,6 @@ class DeviceTier(Tier):
             memory = grown
         self._pieces[:] = [*self._pieces[1:], (memory, Event())]
         return memory[:nbytes].view(dtype)
-
-
-class PassingTier(Tier):
-    """The device's memory, for as long as a state is needed."""
-
-    name = DEVICE
-
-    def __init__(self, tier: DeviceTier) -> None:
-        self._tier = tier
-        self.device = tier.device
-        self.ledger = tier.ledger
-
-    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
-        return Passing(self._tier, state, numel, dtype)
 
 
 class OnceTier(Tier):

@@ -204,7 +204,10 @@ FEATURES = {
         unless=r"outside: bool|outside=True|if outside|_asking\(original\) -> none",
         homonyms=("errors.py", "checkpoint/manifest.py"),
     ),
-    "save_on": Feature(r"on_signal|signalled|group\.signal\b|self\.signal\b|_SIGNALLED|save_on|boundary\("),
+    "save_on": Feature(
+        r"on_signal|signalled|group\.signal\b|self\.signal\b|_SIGNALLED|save_on|boundary\(",
+        ("checkpoint/on_signal.py",),
+    ),
     "unfreezing": Feature(r"_unfreeze|retarget|reserve_master|reserve_gradients|all_wanted|hook_gradients"),
     "exceptions of Precision": Feature(
         r"\.keeps\(|\bkept=|bucket\.kept|precision\.keep\b|self\.keep\b|kept: bool|key\.kept|spec\.kept",

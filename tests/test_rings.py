@@ -78,7 +78,7 @@ def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
         run, env=built_without(name, tmp_path), capture_output=True, text=True, timeout=60, check=False
     )
     assert told.returncode == 0, told.stderr
-    if name in ASKS:
+    if name in ASKS:  # others are asked for by a call, or by a device alone
         assert "without a feature that the settings ask for" in told.stdout
         assert f"expected: zeroshard/{name.replace('.', '/')}.py" in told.stdout
 
@@ -104,6 +104,16 @@ def test_the_tests_of_the_rest_pass_without_a_feature(name, tmp_path):
     assert told.returncode == 0, told.stdout[-3000:]
     passed, skipped = (int(re.search(rf"(\d+) {how}", told.stdout)[1]) for how in ("passed", "skipped"))
     assert passed > 170 and skipped <= 5, told.stdout[-300:]  # three of these skipped need a GPU
+
+
+@pytest.mark.full
+def test_a_build_without_the_moving_average_refuses_the_call(tmp_path):
+    program = "import torch, zeroshard; zeroshard.shard(torch.nn.Linear(4, 4), None, stage=2).average(0.9)"
+    env = built_without("engine.moving", tmp_path)
+    told = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "expected: zeroshard/engine/moving.py" in told.stderr and "zero.average(...)" in told.stderr
 
 
 def test_manifests_name_themselves_and_a_page():

@@ -7,8 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import signal as _signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,13 +19,14 @@ from torch import Tensor, nn
 from .checkpoint import loading, saving
 from .checkpoint.content import drawing
 from .checkpoint.files import absolute
+from .checkpoint.on_signal import save_on
 from .checkpoint.saving import Saving
 from .device import chosen, warn_of_idle
 from .engine.accepted import unwrapped
-from .engine.guard import refuse_copy, refuse_inside, weak
-from .engine.moving import MovingAverage
+from .engine.guard import refuse_copy, refuse_inside
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
+from .features import absent, first
 from .fields import check_flag
 from .layout import Bucket, Layout, Slot
 from .numerics import Precision
@@ -39,6 +38,7 @@ from .tiers.tier import Offload
 
 if TYPE_CHECKING:
     from .engine.finite import Finding
+    from .engine.moving import MovingAverage
     from .explain.document import Page
 
 log = logging.getLogger("zeroshard")
@@ -239,10 +239,10 @@ class Zero:
         if engine.moving is not None:
             raise StateError("this model has an average already", got=f"decay={engine.moving.decay}")
         engine.schedule.recover()
-        optimizers = [binding.optimizer for binding in engine.bindings]
-        meet = weak(engine.meet_for_checkpoint)
-        engine.moving = MovingAverage(decay, engine.buffers, engine.schedule, optimizers, meet)
-        return engine.moving
+        engine.moving = average = first("average", decay, engine)
+        if average is None:
+            raise absent("engine.moving", "zero.average(...)")
+        return cast("MovingAverage", average)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -292,36 +292,7 @@ class Zero:
         is enough, wherever it finds the program. Then the handlers that were there before are back. The program goes
         on; to end it, look at `signalled`. For several signals call it several times. Main thread, every rank.
         """
-        if threading.current_thread() is not threading.main_thread():
-            raise UserError(
-                "only the main thread can handle signals", instead="zero.save_on(...) where the program starts"
-            )
-        saving.check_signal(signal)
-        if path is not None:
-            saving.asked(path, None, asynchronous=False, keep=keep)
-        elif extra is not None or keep is not None:
-            raise UserError("save_on(..., None) saves nothing, and extra= and keep= say how", instead="a path")
-        if extra is not None and not callable(extra):
-            instead = "extra=lambda: {...}"
-            raise UserError("extra= is called when the signal has come", got=repr(extra), instead=instead)
-        group, before = self._engine.group, _signal.getsignal(signal)
-
-        def note(number: int, frame: Any) -> None:
-            group.signal = number
-
-        def save() -> None:
-            if path is not None:
-                self.save(path, None if extra is None else extra(), keep=keep)
-                if self.rank == 0:
-                    log.warning("%s: saved %s after step %d", Signals(signal).name, path, group.progress.steps)
-            for number, handler in self._handlers.items():
-                _signal.signal(number, handler)
-
-        self._handlers.setdefault(signal, before)
-        _signal.signal(signal, note)
-        if not self._engine.on_signal:  # armed anew: what came before was answered
-            group.signal = group.signalled = 0
-        self._engine.on_signal[int(signal)] = save
+        save_on(self, signal, path, extra, keep)
 
     @property
     def signalled(self) -> Signals | None:

@@ -14,6 +14,7 @@
                delivery     how a sum reaches where it rests
                division     whose parts of a gradient are sent one by one
     backward   subscriber   one that hears of each bucket's sum
+    Zero       average, met zero.average(), and what ranks compare of it
 
 No other file imports a feature's. Without that file all else works, and settings that ask for it are refused by name.
 """
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .engine.buffer import Buffer
     from .engine.codec import Message, Plain
     from .engine.contribution import Division
+    from .engine.moving import MovingAverage
     from .engine.refused import Settings
     from .engine.scratch import Scratch
     from .engine.subscriber import Subscriber
@@ -60,6 +62,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.relay": ("Comm(replicas=...)", lambda s: s.replicas > 1),
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
+    "engine.moving": ("", lambda s: False),
     "engine.in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
 }
 
@@ -88,6 +91,12 @@ class Feature:
     def tiers(self, assembly: Assembly, settings: Settings) -> dict[str, Tier]:
         """Return the tiers of states that rest in this feature's, whatever `Offload` says."""
         return {}
+
+    def average(self, decay: float, engine: Any) -> MovingAverage | None:
+        """Make a moving average of an engine's weights."""
+
+    def met(self, what: str, marks: Sequence[int]) -> None:
+        """Look at all ranks' `Subscriber.mark` as they meet for a checkpoint. Raises on every rank."""
 
     def check_edits(self, buffers: Sequence[Buffer], group: Group) -> None:
         """Report, before all ranks meet, edits of weights that it cannot follow."""
@@ -127,12 +136,17 @@ def check_present(settings: Settings) -> None:
     """Refuse settings that ask for a feature whose file is not here."""
     for name, (words, asks) in FILES.items():
         if asks(settings) and importlib.util.find_spec(f"{__package__}.{name}") is None:
-            raise UserError(
-                "this build of zeroshard is without a feature that the settings ask for",
-                expected=f"zeroshard/{name.replace('.', '/')}.py",
-                got=words,
-                instead="leave it out, or install zeroshard as it is published",
-            )
+            raise absent(name, words)
+
+
+def absent(name: str, words: str) -> UserError:
+    """Make the error for what asks, in these words, for a feature whose file is not here."""
+    return UserError(
+        "this build of zeroshard is without a feature that the settings ask for",
+        expected=f"zeroshard/{name.replace('.', '/')}.py",
+        got=words,
+        instead="leave it out, or install zeroshard as it is published",
+    )
 
 
 def first(hook: str, *args: Any) -> Any:

@@ -28,7 +28,6 @@ from .engine.codec import Values
 from .engine.contribution import Contribution, Division
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, keep_fast_paths, refuse_copy, refuse_load, refuse_state_dict, weak
-from .engine.moving import MovingAverage, furthest, updates_for
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.publish import publish
@@ -119,7 +118,7 @@ class Engine:
         self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
         self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
-        self.moving: MovingAverage | None = None
+        self.moving: Any = None  # the average of its weights, if there is one
         self.on_signal: dict[int, Callable[[], object]] = {}  # actions once all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
@@ -399,14 +398,16 @@ class Engine:
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
         for each in self.reduction.subscribers:
             each.between_steps(what)
-        updates = updates_for(what, self.moving)
         self.before_step()
         if what != "loading":
             self.check_edits()
+        mark = max((each.mark for each in self.reduction.subscribers), default=-1)
         with self.schedule.telling():
-            mine = self.group.progress.steps, len(Saving.untold()), updates
+            mine = self.group.progress.steps, len(Saving.untold()), mark
             told = self.group.poll(what, self.group.number("checkpoint"), *mine)
-        self._furthest = furthest(what, told)
+        self._furthest = max(steps for steps, _, _ in told)
+        for feature in features():
+            feature.met(what, [mark for _, _, mark in told])
         if what != COMPARING and any(saving for _, saving, _ in told):
             wait_for_all_saves(self.group)
         for buffer in self.buffers:

@@ -25,7 +25,6 @@ from ..engine.accepted import block_of
 from ..engine.buffer import Buffer
 from ..engine.flat import Flat
 from ..engine.fragment import Fragment, fixed_shapes, is_like, per_element
-from ..engine.moving import MovingAverage
 from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
@@ -68,7 +67,7 @@ class ModelState:
             for slot in buffer.bucket.slots:
                 self.places[slot.name] = buffer, slot
 
-    moving: MovingAverage | None = None
+    moving: Any = None  # the average of the weights, if there is one
     no_sync: int = 0  # of how many ranks each has added up gradients by itself, since weights were loaded
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
 

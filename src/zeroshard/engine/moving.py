@@ -5,17 +5,21 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import StateError, UserError
+from ..features import Feature
 from ..layout import Slot
 from ..tiers.tier import Part
 from .buffer import Buffer
 from .flat import Flat
+from .guard import weak
 from .publish import publish
 from .schedule import Schedule
+from .subscriber import Subscriber
 
 EXCHANGING = "exchanging weights and averages"  # a meeting
 
@@ -125,25 +129,38 @@ class MovingAverage:
         publish(trained, overlap=self._overlap, outside=True)
 
 
-def updates_for(what: str, moving: MovingAverage | None) -> int:
-    """Return how many steps were averaged so far (-1: no average), which ranks compare when they meet.
+class _Averaging(Subscriber):
+    """The part of an average in the meetings of all ranks."""
 
-    what: why they meet; saving and loading are refused while the weights are the averages.
-    """
-    if moving is not None and what in ("saving", "loading"):
-        moving.refuse_swapped(what)
-    return -1 if moving is None else moving.updates
+    def __init__(self, average: MovingAverage) -> None:
+        self._average = average
+
+    @property
+    def mark(self) -> int:
+        return self._average.updates
+
+    def between_steps(self, what: str) -> None:
+        if what in ("saving", "loading"):
+            self._average.refuse_swapped(what)
 
 
-def furthest(what: str, told: Sequence[tuple[int, ...]]) -> int:
-    """Return the most steps that some rank has completed. Raises `StateError` if ranks averaged different numbers.
+class _Manifest(Feature):
+    name = "the moving average"
+    page = "guide.md#weights"
 
-    told: of each rank its completed steps first, its averaged ones last.
-    """
-    if what != "loading" and len({each[-1] for each in told}) > 1:
-        raise StateError(
-            "the ranks averaged different numbers of steps",
-            got=[each[-1] for each in told],
-            instead="zero.average(decay) and average.update() on every rank",
-        )
-    return max(each[0] for each in told)
+    def average(self, decay: float, engine: Any) -> MovingAverage:
+        optimizers = [binding.optimizer for binding in engine.bindings]
+        made = MovingAverage(decay, engine.buffers, engine.schedule, optimizers, weak(engine.meet_for_checkpoint))
+        engine.reduction.subscribers.append(_Averaging(made))
+        return made
+
+    def met(self, what: str, marks: Sequence[int]) -> None:
+        if what != "loading" and len(set(marks)) > 1:
+            raise StateError(
+                "the ranks averaged different numbers of steps",
+                got=[*marks],
+                instead="zero.average(decay) and average.update() on every rank",
+            )
+
+
+FEATURE = _Manifest()

@@ -79,6 +79,11 @@ class Subscriber:
         """Forget what was under way: all weights were loaded."""
 
     @property
+    def mark(self) -> int:
+        """A number that ranks compare as they meet for a checkpoint; -1: none."""
+        return -1
+
+    @property
     def step(self) -> Any:
         """Its part of a step, if an exception may leave that half done (`schedule.Step`); else None."""
         return None

@@ -276,7 +276,7 @@ def test_who_is_called_by_itself():
         ("ranks/watch.py", "register_at_fork"),
         ("ranks/neighbours.py", "register_at_fork"),
         ("checkpoint/staging.py", "signal"),  # ends the program
-        ("api.py", "signal"),  # notes
+        ("checkpoint/on_signal.py", "signal"),  # notes
         ("integrations/unshard.py", "signal"),
         ("cli/launch.py", "signal"),
         ("cli/main.py", "signal"),

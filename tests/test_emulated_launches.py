@@ -18,7 +18,14 @@ from zeroshard import Comm, Layout, Precision
 
 WIDTH, BLOCKS = 16, 4
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-SUMS = ("engine/kernels.py", "engine/contribution.py", "engine/sums.py", "engine/accumulator.py", "numerics.py")
+SUMS = (
+    "engine/kernels.py",
+    "engine/contribution.py",
+    "engine/sums.py",
+    "engine/accumulator.py",
+    "numerics.py",
+    "bins.py",
+)
 
 
 class Blocks(nn.Module):

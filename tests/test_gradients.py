@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import models
 import ranks
@@ -540,6 +541,65 @@ def read_between(want):
         with zero.gathered():
             found.append(difference or reference.first_difference(reference.weights(model), want[1]))
     return found
+
+
+# ------------------------------------------------------------------------------- questions inside a backward, and later
+
+
+def asked_inside(stage, late):
+    """A gradient that no_sync has left is asked for in a backward, once all of this one's have come; and a step."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    fragment, told = optimizer.param_groups[0]["params"][0], []
+
+    def backward(x, ask):
+        x = x.requires_grad_() * 1
+        if ask:
+            x.register_hook(lambda _: told.append(fragment.grad.to_local().clone()))
+        model(x).square().sum().backward()
+
+    x = torch.arange(12.0).view(2, 6) / 12
+    with zero.no_sync():
+        backward(x.clone(), ask=False)
+        backward(x.clone(), ask=not late)
+    if late:
+        backward(x.clone(), ask=False)
+    with zero.no_sync():  # what was sent meanwhile is added to
+        backward(x.clone(), ask=False)
+    optimizer.step()
+    with zero.gathered():
+        return len(told), reference.weights(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_question_inside_a_backward_under_no_sync_sends_it_and_training_goes_on(ranks, world, stage):
+    """The next backward begins anew: the contribution is in the sum then, and has nothing to keep."""
+    for asked, weights in ranks.run(world, asked_inside, stage, False):
+        assert asked == 1
+        _, want = ranks.run(world, asked_inside, stage, True)[0]
+        assert [*weights] == [*want] and all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def edited_after_clearing():
+    """A gradient that the program kept, and cleared, is edited after a backward that does not use its bucket."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=0, layout=Layout(units=["*"]))
+    (model[0](torch.ones(2, 4)).sum() + model[1](torch.ones(2, 4)).sum()).backward()
+    kept = optimizer.param_groups[0]["params"][0].grad
+    optimizer.zero_grad()
+    model[1](torch.ones(2, 4)).sum().backward()
+    if zero.rank == 0:
+        kept.mul_(2.0)
+    optimizer.step()
+    return [accumulator.filled for accumulator in zero._engine.gradients.accumulators]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_edit_of_a_cleared_gradient_makes_no_sum_of_it(ranks, world):
+    """Or one rank alone would gather its average in the step."""
+    assert ranks.run(world, edited_after_clearing) == [[False, True]] * world
 
 
 # ----------------------------------------------------------------------------------------------- no_sync has its price

@@ -73,7 +73,13 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Loaded on first use, so that `zeroshard --help` does not wait for torch.
     if name in _HOME:
-        return getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+        home = f"{__name__}.{_HOME[name]}"
+        try:
+            return getattr(importlib.import_module(home), name)
+        except ModuleNotFoundError as error:
+            if error.name == home:  # a feature that was taken out
+                raise AttributeError(f"this build of {__name__} is without {name}: it has no {home}") from error
+            raise
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -9,14 +9,14 @@
                tier, tiers  where states rest
                check_edits  edits that it could not follow
                editing      making ready for edits inside gathered()
-               left         edits to follow as all ranks leave gathered()
+               leaving      edits to follow as all ranks leave gathered()
     sum        message      how contributions travel
                delivery     how a sum reaches where it rests
                division     whose parts of a gradient are sent one by one
-    backward   subscriber   one that hears of each bucket's sum
+    backward   subscriber   one that hears of each bucket's sum, of steps, checkpoints and loads
     Zero       average, met zero.average(), and what ranks compare of it
 
-No other file imports a feature's. Without that file all else works, and settings that ask for it are refused by name.
+No file of the core imports a feature's. Without that file all else works, and what asks for it is refused by name.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.quantised": ("Precision(fp8=...)", lambda s: s.fp8),
     "engine.split": ("Precision(split_master=True)", lambda s: s.split_master),
     "engine.coded": ('Comm(reduce="int8")', lambda s: s.reduce == "int8"),
-    "engine.relay": ("Comm(replicas=...)", lambda s: s.replicas > 1),
+    "engine.relay": ("Comm(replicas=...)", lambda s: s.summed > 1),
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
     "engine.moving": ("", lambda s: False),
@@ -108,7 +108,7 @@ class Feature:
     def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> Tier | None:
         """Return a tier of this name, if it is this feature's, for so many bytes; largest: of a bucket's state."""
 
-    def left(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
+    def leaving(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
         """Follow edits as all ranks leave gathered(), and return the indices of the buckets that it has seen to."""
         return set()
 

@@ -1,4 +1,4 @@
-"""Every cast, sum, norm and division, in one place, so that equal bits can be argued by reading one file.
+"""Every sum, average and cast of a step, in one place, so that equal bits can be argued by reading one file.
 
 Two facts carry everything:
 

@@ -84,8 +84,9 @@ class Engine:
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
-        self.replicas = self.group.team.seat.replicas
-        self.asked = asked = asked._replace(replicas=self.replicas)  # a mesh says how many
+        seat = self.group.team.seat
+        self.replicas = seat.replicas
+        self.asked = asked = asked._replace(replicas=seat.replicas, summed=seat.summed)  # a mesh says how many
         refuse(asked.placing)
         check_present(asked)
         parts = Assembly(model, stage, precision, offload, self.group, mesh, asked)
@@ -365,7 +366,7 @@ class Engine:
             )
         if self.replicas > 1 and differ:
             write_from = 0  # each shard has an owner in every replica, and these would differ
-        seen_to = {index for feature in features() for index in feature.left(units, write_from)}
+        seen_to = {index for feature in features() for index in feature.leaving(units, write_from)}
         buffers = (buffer for unit in units for buffer in unit.buffers)
         for buffer in (buffer for buffer in buffers if buffer.bucket.index not in seen_to):
             buffer.gathered.rebind()

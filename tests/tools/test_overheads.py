@@ -21,7 +21,7 @@ from zeroshard.planner.simulate import facts
 from zeroshard.planner.timeline import replay
 from zeroshard.planner.ways import meetings
 
-OWN = ("engine/", "ranks/", "numerics", "device", "tiers/")  # where the package's own launches are asked for
+OWN = ("engine/", "ranks/", "numerics", "bins", "device", "tiers/")  # where the package's own launches are asked for
 
 OPTIMIZER = "engine/alone.py:step"  # where it calls the program's own optimizer, bucket by bucket
 

@@ -104,7 +104,7 @@ class Accumulator:
 
     def average(self, *, kept: bool = True) -> None:
         """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_step`."""
-        if not self.averaged:
+        if self.holds is Holds.SUM:
             with self.sum.here(changed=kept):
                 average_(self.sum.own, self.ranks)
             self._move(Holds.AVERAGE)
@@ -116,7 +116,8 @@ class Accumulator:
     def edit(self) -> None:
         """Turn the sum into the average, which is about to change on this rank: no other knows it then."""
         self.average()
-        self._move(Holds.AVERAGE)
+        if self.filled:
+            self._move(Holds.AVERAGE)
 
     def forget_step(self, *, averaged: bool) -> None:
         """Drop what a step made of the sum in memory, without writing it to its file: nothing else needs it.
@@ -131,7 +132,7 @@ class Accumulator:
     def spread_average(self, *, kept: bool = True) -> Work:
         """Launch the gather of the whole average, if the optimizer's state is replicated and so needs it."""
         self.average(kept=kept)
-        if self.buffer.placements.optimizer or self.holds is Holds.GATHERED:
+        if self.buffer.placements.optimizer or self.holds is not Holds.AVERAGE:
             return Work()
         self._move(Holds.GATHERED)
         work = self.sum.redistribute(kept=kept)

@@ -1,11 +1,11 @@
 """This rank's contribution to one bucket's sum, in one backward: which gradients have come, and where they lie.
 
     state     its memory                         what leads to it
-    ABSENT    none                               a backward begins; abandon
+    ABSENT    none                               a backward begins, or gradients were cleared
     FILLING   gradients are written to it        the first gradient; or other ranks have one, and it holds zeros
-    KEPT      what backwards under no_sync left  the end of such a backward
-    SENT      other ranks read it                send
-    LANDED    none: it is in this rank's sum     land
+    KEPT      what backwards under no_sync left  the end of such a backward; it outlives the beginning of the next
+    SENT      other ranks read it                it is sent
+    LANDED    none: it is in this rank's sum     it was added up
 
 A gradient that comes while a contribution is SENT or LANDED is a second one: see `second_gradient`.
 """
@@ -41,7 +41,6 @@ _LEGAL = {
     (State.FILLING, State.SENT),
     (State.KEPT, State.FILLING),
     (State.SENT, State.LANDED),
-    (State.LANDED, State.ABSENT),
     *((state, State.ABSENT) for state in State),  # an exception ended its backward, or its gradients were cleared
 }
 
@@ -136,9 +135,9 @@ class Contribution:
         return self.state in (State.SENT, State.LANDED)
 
     @property
-    def kept(self) -> bool:
+    def unsent(self) -> bool:
         """True if it holds gradients of backwards under no_sync, which the next one's travel with."""
-        return self.memory is not None and self.local
+        return self.local and not self.launched
 
     @property
     def complete(self) -> bool:

@@ -67,7 +67,7 @@ class Finite(Subscriber):
     def __init__(self, group: Group, action: str) -> None:
         self.group = group
         self.action = action
-        self.on = self.looks = action != "ignore"
+        self.looks = action != "ignore"
         self.skipped = 0  # steps, also those that a GradScaler skipped
         self.last: Finding | None = None  # that the ranks have agreed on
         self._in_a_row = 0
@@ -91,7 +91,7 @@ class Finite(Subscriber):
         """Look for a NaN or infinity in a sum."""
         buffer = accumulator.buffer
         slots, (first, last), seat = accumulator.bucket.slots, buffer.owned, buffer.team.seat
-        if not self.on or self._seen is not None or self._is_finite(total, [s.slice_of(first, last) for s in slots]):
+        if not self.looks or self._seen is not None or self._is_finite(total, [s.slice_of(first, last) for s in slots]):
             return
         for index, slot in enumerate(slots):
             part, where = slot.within(first, last), slot.slice_of(first, last)
@@ -144,7 +144,7 @@ class Finite(Subscriber):
     def passes_over(self, buffers: Sequence[Buffer]) -> bool:
         """Decide, before an update, if it is skipped: the same answer on every rank, or the same `NotFiniteError`."""
         self._micro_batch = 0
-        if not self.on:
+        if not self.looks:
             return False
         self._forgive()
         if not any(self.group.flags(bytes([self._seen is not None]))):
@@ -185,7 +185,7 @@ class Finite(Subscriber):
 
 
 class _Manifest(Feature):
-    name = "the first value that is no number"
+    name = "the search for NaN, and the count of steps passed over"
     page = "precision.md"
 
     def subscriber(self, engine: Any, settings: Settings) -> Finite:

@@ -22,8 +22,6 @@ from .buffer import Buffer
 from .norms import norms
 from .sharded_grad import Keeper, ShardedGrad
 
-aten = torch.ops.aten
-
 
 class Gradients:
     """The book of all gradients: which parameters have one, and the answers to questions about them.

@@ -349,7 +349,7 @@ class _Manifest(Feature):
     def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
         return functools.partial(E4M3, scaling=assembly.precision.scaling) if bucket.fp8 else None
 
-    def left(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
+    def leaving(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
         codecs = [buffer.codec for unit in units for buffer in unit.buffers]
         found = [codec for codec in codecs if isinstance(codec, E4M3)]
         if found:

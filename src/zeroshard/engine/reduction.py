@@ -87,7 +87,7 @@ class Reduction:
         return self.gradients.having([entry for each in self.contributions.values() for entry in self._summed(each)])
 
     def _summed(self, contribution: Contribution) -> list[Entry]:
-        return contribution.entries if contribution.accumulator.filled or contribution.kept else []
+        return contribution.entries if contribution.accumulator.filled or contribution.unsent else []
 
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
@@ -119,7 +119,7 @@ class Reduction:
             if entry.number not in kept:
                 self.gradients.hide([entry])
                 accumulator.zero(entry.position)
-                if contribution.kept:
+                if contribution.unsent:
                     contribution.zero(entry.position)
 
     def arrived(self, entry: Entry, contribution: Contribution, aside: Tensor | None, *, nested: bool) -> bool:
@@ -248,12 +248,13 @@ class Reduction:
         self._got, with_gradient = got, set()
         for index, contribution in self.contributions.items():
             # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
-            if contribution.kept or any(got[e.number] for e in contribution.entries):
+            if contribution.unsent or any(got[e.number] for e in contribution.entries):
                 with_gradient.add(index)
         if self._local:
-            for index in with_gradient:
-                self.sums.room(self.contributions[index], local=True)
-                self.contributions[index].move(State.KEPT)
+            for contribution in (self.contributions[index] for index in with_gradient):
+                if not contribution.launched:  # by a question about gradients, inside this backward
+                    self.sums.room(contribution, local=True)
+                    contribution.move(State.KEPT)
         else:
             for index in self.order[self._next :]:
                 if index in with_gradient:
@@ -274,7 +275,7 @@ class Reduction:
 
     def flush(self) -> None:
         """Send what no_sync left unsent, because gradients are used before another backward would send them."""
-        kept = [index for index, contribution in self.contributions.items() if contribution.kept]
+        kept = [index for index, contribution in self.contributions.items() if contribution.unsent]
         if not kept:
             return
         self.gradients.forget_answers()

@@ -22,6 +22,7 @@ class Settings(NamedTuple):
 
     stage: int = 3
     replicas: int = 1
+    summed: int = 1  # of these, whose gradients differ: not those beside tensor parallelism
     in_backward: bool = False
     bounds: str = "unit"
     align: int = BLOCK

@@ -80,7 +80,7 @@ def relayed(accumulator: Accumulator, scratch: Scratch) -> Delivery:
     """Return the delivery of one bucket's sum, if replicas hand it on and this rank has a part of it."""
     buffer, team = accumulator.buffer, accumulator.buffer.team
     own = accumulator.bucket.shard_numel(team.position)
-    if not own:
+    if team.seat.summed == 1 or not own:
         return Delivery()
     running = scratch.take(own, running_dtype(buffer.grad_dtype))
     # The average comes straight to where the sum rests: it cannot come before that was read.

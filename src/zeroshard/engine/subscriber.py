@@ -3,7 +3,7 @@
     prepare     all ranks are at the beginning of the same backward
     begin       it has begun: gradients that the program cleared are zero
     summed      this rank has added up its shard of a bucket, and all contributions still lie beside the sum
-    averaged    the average is where it rests, on every rank that holds a part of it
+    averaged    this rank has its part of the average, where that rests; or has reported why not
     ended       all of the backward's averages are there
     before_step, step_begun, passes_over    a step of an optimizer
     abandon     an exception ended the backward, or what came before it
@@ -30,7 +30,7 @@ class Subscriber:
     early = False  # does it use up averages in backward?
     second: tuple[str, str] | None = None  # what it does with a first gradient, and what else to write, for an error
     skipped = 0  # steps that it passed over
-    last: Any = None  # why, that is what it has found
+    last: Any = None  # what it found last: why it passed over a step
 
     def words(self, *, local: bool) -> str:
         """Describe, as a backward begins (`local`: under no_sync), what must be equal on all ranks for this feature."""

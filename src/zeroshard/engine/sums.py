@@ -5,7 +5,7 @@
     land     what came is added up in rank order, and handed on where several replicas are summed
     store    the average is where it rests, and memory serves others
 
-All memory of messages is taken and given back here. At most so many sums are under way: `due` names the oldest.
+All memory of messages is taken and given back here. `due` names the oldest sum, if more than so many are under way.
 """
 
 from __future__ import annotations
@@ -58,10 +58,6 @@ class Sent:
     work: Work
     receive: Tensor
     delivery: Delivery
-
-    @property
-    def accumulator(self) -> Accumulator:
-        return self.contribution.accumulator
 
     def here(self) -> bool:
         """Tell if all contributions that this rank adds up have come."""
@@ -172,7 +168,7 @@ class Sums:
         sent.work.wait()
         sent.delivery.receive()
         sent.delivery.came.wait()
-        accumulator, delivery, receive = sent.accumulator, sent.delivery, sent.receive
+        accumulator, delivery, receive = sent.contribution.accumulator, sent.delivery, sent.receive
         own, staged = accumulator.bucket.shard_numel(accumulator.buffer.team.position), self._staged(accumulator)
         if own and delivery.running is None and staged:
             delivery.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
@@ -205,7 +201,7 @@ class Sums:
 
     def _fold(self, sent: Sent, *, divided: bool) -> None:
         """Add this rank's contributions to what came, or, on the first replica, to what there is."""
-        accumulator, delivery = sent.accumulator, sent.delivery
+        accumulator, delivery = sent.contribution.accumulator, sent.delivery
         into = delivery.running if not delivery.last else delivery.average
         total = accumulator.own if into is None or (delivery.last and accumulator.aside is not None) else into
         start = delivery.running if not delivery.first else self._start(accumulator, total)
@@ -248,7 +244,7 @@ class Sums:
 
     def _store(self, sent: Sent) -> None:
         """Finish a sum whose average has landed: put that where it rests, and give memory back."""
-        accumulator, delivery = sent.accumulator, sent.delivery
+        accumulator, delivery = sent.contribution.accumulator, sent.delivery
         delivery.back.wait()
         self.scratch.give_back(delivery.running)
         average = delivery.average

@@ -241,7 +241,7 @@ class Zero:
         engine.schedule.recover()
         engine.moving = average = first("average", decay, engine)
         if average is None:
-            raise absent("engine.moving", "zero.average(...)")
+            raise absent("engine.moving")
         return cast("MovingAverage", average)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.relay": ("Comm(replicas=...)", lambda s: s.summed > 1),
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
-    "engine.moving": ("", lambda s: False),
+    "engine.moving": ("zero.average(...)", lambda s: False),
     "engine.in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
 }
 
@@ -134,17 +134,17 @@ def features() -> tuple[Feature, ...]:
 
 def check_present(settings: Settings) -> None:
     """Refuse settings that ask for a feature whose file is not here."""
-    for name, (words, asks) in FILES.items():
+    for name, (_, asks) in FILES.items():
         if asks(settings) and importlib.util.find_spec(f"{__package__}.{name}") is None:
-            raise absent(name, words)
+            raise absent(name)
 
 
-def absent(name: str, words: str) -> UserError:
-    """Make the error for what asks, in these words, for a feature whose file is not here."""
+def absent(name: str) -> UserError:
+    """Make the error for what asks for a feature whose file is not here."""
     return UserError(
         "this build of zeroshard is without a feature that the settings ask for",
         expected=f"zeroshard/{name.replace('.', '/')}.py",
-        got=words,
+        got=FILES[name][0],
         instead="leave it out, or install zeroshard as it is published",
     )
 

@@ -93,8 +93,8 @@ def every_feature() -> str:
 
     lines = ["| feature | file | asked for by | hooks |", "|---|---|---|---|"]
     for (name, (words, _)), feature in zip(FILES.items(), features(), strict=True):
-        hooks = ", ".join(f"`{hook}`" for hook in vars(Feature) if hook in vars(type(feature)) and hook[0] != "_")
-        hooks = hooks.replace("`name`, ", "").replace("`page`, ", "")
+        own = {*vars(type(feature))}
+        hooks = ", ".join(f"`{hook}`" for hook, asked in vars(Feature).items() if hook in own and callable(asked))
         page = f"[{feature.name}]({feature.page})"
         file = f"{name.replace('.', '/')}.py"
         lines.append(f"| {page} | [`{file}`](../src/zeroshard/{file}) | {f'`{words}`' if words else ''} | {hooks} |")

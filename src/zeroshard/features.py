@@ -73,7 +73,7 @@ class Feature:
     name = ""  # as documents call it
     page = ""  # where they do, below docs/
 
-    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse, by `UserError`, what it does not go with; `assembly` has the model's parameters laid out."""
 
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str] | None:
@@ -88,7 +88,7 @@ class Feature:
     def masters(self, buffer: Buffer, values: Tensor) -> Plain | None:
         """Return the codec of parameters whose masters rest in this feature's way: with `rest`, which has `values`."""
 
-    def tiers(self, assembly: Assembly, settings: Settings) -> dict[str, Tier]:
+    def tiers(self, assembly: Assembly) -> dict[str, Tier]:
         """Return the tiers of states that rest in this feature's, whatever `Offload` says."""
         return {}
 
@@ -112,7 +112,7 @@ class Feature:
         """Follow edits as all ranks leave gathered(), and return the indices of the buckets that it has seen to."""
         return set()
 
-    def message(self, settings: Settings, bucket: Bucket) -> Message | None:
+    def message(self, bucket: Bucket, settings: Settings) -> Message | None:
         """Return the format in which contributions to a bucket's sum travel, if they travel in this feature's."""
 
     def division(self, buffer: Buffer, settings: Settings) -> Division | None:
@@ -121,7 +121,7 @@ class Feature:
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch], Delivery] | None:
         """Return what makes the delivery of each sum, if this feature delivers them."""
 
-    def subscriber(self, engine: Any, settings: Settings) -> Subscriber | None:
+    def subscriber(self, engine: Any) -> Subscriber | None:
         """Return what takes part in the backwards of an engine, if this feature does."""
 
 

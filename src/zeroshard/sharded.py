@@ -137,7 +137,7 @@ class Engine:
             self.bindings.append(Binding(self, each, number, *parts_of_a_step, by_bucket=by_bucket(each)))
         for feature in features():
             feature.ready(self)
-            if (subscriber := feature.subscriber(self, self.asked)) is not None:
+            if (subscriber := feature.subscriber(self)) is not None:
                 self.reduction.subscribers.append(subscriber)
         self._structure = Structure(model)
         self.comparing = Alike(model, self.managed, self.group, self.layout)
@@ -161,7 +161,7 @@ class Engine:
 
     def _train(self, buffer: Buffer) -> None:
         """Enter a bucket whose parameters receive gradients."""
-        codec = first("message", self.asked, buffer.bucket) or Values(buffer.bucket, buffer.reduce_dtype)
+        codec = first("message", buffer.bucket, self.asked) or Values(buffer.bucket, buffer.reduce_dtype)
         division = first("division", buffer, self.asked) or Division()
         self.reduction.add(Contribution(self.gradients.add(buffer), self.units[buffer.bucket.unit], codec, division))
 

@@ -111,7 +111,7 @@ class Assembly:
             check_offload(optimizers, self.offload)
             check_once(self.offload, self.group)
             for feature in features():
-                feature.check(self, optimizers, self.asked)
+                feature.check(self, optimizers)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts |= self.asked.told
@@ -199,7 +199,7 @@ class Assembly:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
                 for feature in features():
-                    tiers |= feature.tiers(self, self.asked)
+                    tiers |= feature.tiers(self)
                 align, placed = self.partition.align, self.placements
                 codec = first("codec", self, bucket) or Plain
                 where = self.group, self.tier, tiers, self.saved

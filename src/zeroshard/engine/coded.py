@@ -60,11 +60,11 @@ class _Manifest(Feature):
     name = "gradients in 8 bits"
     page = "precision.md#gradients-in-8-bits"
 
-    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
-        if settings.reduce == "int8":
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if assembly.asked.reduce == "int8":
             _check(assembly.partition)
 
-    def message(self, settings: Settings, bucket: Bucket) -> Codes | None:
+    def message(self, bucket: Bucket, settings: Settings) -> Codes | None:
         return Codes(bucket) if settings.reduce == "int8" else None
 
 

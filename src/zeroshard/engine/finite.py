@@ -22,7 +22,6 @@ from ..numerics import finite, simulated
 from ..ranks.agreement import Group
 from .accumulator import Accumulator
 from .buffer import Buffer
-from .refused import Settings
 from .subscriber import Subscriber
 
 IN_A_ROW = 10  # skipped steps after which every further ten are warned of
@@ -188,8 +187,8 @@ class _Manifest(Feature):
     name = "the search for NaN, and the count of steps passed over"
     page = "precision.md"
 
-    def subscriber(self, engine: Any, settings: Settings) -> Finite:
-        return Finite(engine.group, settings.nonfinite)
+    def subscriber(self, engine: Any) -> Finite:
+        return Finite(engine.group, engine.asked.nonfinite)
 
 
 FEATURE = _Manifest()

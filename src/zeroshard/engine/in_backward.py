@@ -29,7 +29,6 @@ from .gradient import Gradients
 from .guard import weak
 from .optim import Binding
 from .publish import publish
-from .refused import Settings
 from .schedule import Schedule
 from .subscriber import Subscriber
 
@@ -362,15 +361,15 @@ class _Manifest(Feature):
     name = "the optimizer in backward"
     page = "memory.md#the-optimizer-in-backward"
 
-    def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
-        if settings.in_backward:
+    def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if assembly.asked.in_backward:
             check_in_backward([*optimizers])
 
-    def tiers(self, assembly: Any, settings: Settings) -> dict[str, Tier]:
-        return {"gradients": PassingTier(assembly.tier)} if settings.in_backward else {}
+    def tiers(self, assembly: Any) -> dict[str, Tier]:
+        return {"gradients": PassingTier(assembly.tier)} if assembly.asked.in_backward else {}
 
-    def subscriber(self, engine: Any, settings: Settings) -> InBackward | None:
-        if not settings.in_backward:
+    def subscriber(self, engine: Any) -> InBackward | None:
+        if not engine.asked.in_backward:
             return None
         return InBackward(engine.bindings, engine.gradients, engine.schedule, weak(engine.check_edits))
 

@@ -29,7 +29,6 @@ from .buffer import Buffer
 from .codec import Plain
 from .gathered import alias
 from .publish import publish
-from .refused import Settings
 from .unit import Managed, Unit, matching
 
 if TYPE_CHECKING:
@@ -343,7 +342,7 @@ class _Manifest(Feature):
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str]:
         return chosen(managed, precision)
 
-    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_fp8(assembly.partition, assembly.offload)
 
     def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,24 +35,26 @@ def unscale(book: Gradients, grads: Sequence[Any], found_inf: Tensor, inv_scale:
         found_inf.clamp_(min=float(agreed))
         book.keeper.judge(bool(agreed))
     book.note_edit("unscale", inv_scale)
-    by_accumulator: dict[int, list[Any]] = {}
-    for grad in grads:
-        by_accumulator.setdefault(id(grad._entry.accumulator), []).append(grad)
 
     def unscale_all(together: list[Any]) -> None:
         fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
         for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
             unscale_(fragments, found_inf.to(fragment.device), inv_scale.to(fragment.device))
 
-    for together in by_accumulator.values():
-        book.hold(together[0]._entry.accumulator, functools.partial(unscale_all, together))
+    for accumulator, together in _by_accumulator((grad._entry, grad) for grad in grads):
+        book.hold(accumulator, functools.partial(unscale_all, together))
+
+
+def _by_accumulator(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
+    """Return the second of each pair together with those whose entries, the first, add to the same sum."""
+    found: dict[int, tuple[Any, list[Any]]] = {}
+    for entry, each in pairs:
+        found.setdefault(id(entry.accumulator), (entry.accumulator, []))[1].append(each)
+    return [*found.values()]
 
 
 def _finite(book: Gradients, entries: Sequence[Any]) -> bool:
     """Tell if all of this rank's elements of these gradients are finite: one question to the device for all."""
-    by_accumulator: dict[int, list[Any]] = {}
-    for entry in entries:
-        by_accumulator.setdefault(id(entry.accumulator), []).append(entry)
     found: dict[torch.device, list[Tensor]] = {}
 
     def look_at(together: list[Any]) -> None:
@@ -60,6 +62,6 @@ def _finite(book: Gradients, entries: Sequence[Any]) -> bool:
         if any(fragment.numel() for fragment in fragments):
             found.setdefault(fragments[0].device, []).append(finite(fragments))
 
-    for together in by_accumulator.values():
-        book.hold(together[0].accumulator, functools.partial(look_at, together), changed=False)
+    for accumulator, together in _by_accumulator((entry, entry) for entry in entries):
+        book.hold(accumulator, functools.partial(look_at, together), changed=False)
     return book.group.failed is None and all(bool(ask(torch.stack(flags).all())) for flags in found.values())

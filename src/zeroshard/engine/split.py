@@ -31,7 +31,6 @@ from ..tiers.tier import DeviceTier, Offload, Rest, Tier
 from .accepted import check_by_bucket
 from .codec import Plain
 from .flat import Flat
-from .refused import Settings
 
 if TYPE_CHECKING:
     from .assembly import Assembly
@@ -345,7 +344,7 @@ class _Manifest(Feature):
     name = "split masters"
     page = "decisions/split-masters.md"
 
-    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], settings: Settings) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         halves = _divides_masters(assembly.precision, assembly.partition, assembly.placements, assembly.offload)
         check_by_bucket(optimizers if halves else ())
 

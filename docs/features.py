@@ -61,6 +61,7 @@ FEATURES = {
             "fp8.py",
             "int8.py",
             "engine/coded.py",
+            "tiers/once.py",
             "numerics.py",
         ),
     ),
@@ -122,7 +123,7 @@ FEATURES = {
     "one copy of parameters per host": Feature(
         r"\bonce\b|one_copy|make_one|OnceTier|\bSHARED\b|check_once|join_publishing|exchange\.publish|def publish\(self, full"
         r"|Copy\b|copy\.(window|own|forget)",
-        ("ranks/one_copy.py",),
+        ("ranks/one_copy.py", "tiers/once.py"),
         r"each once|shard it once|instead=once|holds it once|at once|torchrun once|self\.closures",
         ("checkpoint/manifest.py", "checkpoint/saving.py", "tiers/nvme.py", "ranks/launcher.py", "errors.py"),
     ),
@@ -158,9 +159,9 @@ FEATURES = {
         homonyms=("int8.py", "engine/tensor_parallel.py"),
     ),
     "tiers": Feature(
-        r"\.here\(|in_file|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\(",
-        ("tiers/tier.py", "tiers/nvme.py"),
-        r"unit\.ahead|def in_file",
+        r"\.here\(|on_demand|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\(",
+        ("tiers/tier.py", "tiers/nvme.py", "tiers/once.py"),
+        r"unit\.ahead|def on_demand",
         ("ranks/groups.py", "ranks/link.py"),
     ),
     "no_sync": Feature(
@@ -211,7 +212,7 @@ FEATURES = {
     "unfreezing": Feature(r"_unfreeze|retarget|reserve_master|reserve_gradients|all_wanted|hook_gradients"),
     "exceptions of Precision": Feature(
         r"\.keeps\(|\bkept=|bucket\.kept|precision\.keep\b|self\.keep\b|kept: bool|key\.kept|spec\.kept",
-        unless=r"ahead|averaged|in_file|_landing|forget|spread_average|average\(self",
+        unless=r"ahead|averaged|on_demand|_landing|forget|spread_average|average\(self",
         homonyms=("engine/edits.py", "engine/gathered.py", "engine/accumulator.py", "engine/flat.py"),
     ),
     "tensors that are never cut": Feature(

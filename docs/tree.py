@@ -20,7 +20,7 @@ ORDER = (
     "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",
     "ranks/neighbours.py", "ranks/one_copy.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
     "ranks/process_team.py", "ranks/process_group.py", "ranks/mesh.py", "tiers/pool.py", "tiers/tier.py",
-    "tiers/nvme.py", "engine/refused.py", "engine/codec.py", "engine/flat.py", "engine/guard.py",
+    "tiers/once.py", "tiers/nvme.py", "engine/refused.py", "engine/codec.py", "engine/flat.py", "engine/guard.py",
     "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/publish.py", "engine/kernels.py",
     "engine/unit.py", "engine/quantised.py", "engine/coded.py", "engine/scratch.py", "engine/accumulator.py",
     "engine/scaler.py", "engine/sharded_grad.py", "engine/norms.py", "engine/gradient.py",

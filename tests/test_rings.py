@@ -36,6 +36,7 @@ ASKS = {
     "engine.coded": 'comm=zeroshard.Comm(reduce="int8")',
     "engine.relay": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
     "tiers.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
+    "tiers.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
     "engine.apart": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',
     "engine.in_backward": "optimizer_in_backward=True",
 }

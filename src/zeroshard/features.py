@@ -61,6 +61,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.coded": ('Comm(reduce="int8")', lambda s: s.reduce == "int8"),
     "engine.relay": ("Comm(replicas=...)", lambda s: s.summed > 1),
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
+    "tiers.once": ("Offload(parameters='shared')", lambda s: s.once),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
     "engine.moving": ("zero.average(...)", lambda s: False),
     "engine.in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),

@@ -28,13 +28,12 @@ from ..engine.fragment import Fragment, fixed_shapes, is_like, per_element
 from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
-from ..events import DEVICE
 from ..layout import Bucket, Slot
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
 from ..stage import placements
 from ..strips import ONE_STRIP, Elements, Strips
-from ..tiers.tier import DeviceTier, Part, Rest
+from ..tiers.tier import DeviceTier, OnDevice, Part
 from .files import DTYPES
 from .listed import Here, relist
 from .manifest import AVERAGE, VALUE, Saved, own_name, state_name
@@ -105,7 +104,7 @@ def _alone(record: Managed, group: Group) -> Buffer:
     bucket = Bucket(*key, index=-1, slots=(slot,), numel=numel, bounds=bounds)
     buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
     buffer.gathered.full = param.detach().reshape(-1)
-    buffer.parameters = Flat(bucket, group, Rest(DEVICE, buffer.full), param.dtype, buffer.placements.parameters)
+    buffer.parameters = Flat(bucket, group, OnDevice(buffer.full), param.dtype, buffer.placements.parameters)
     return buffer
 
 

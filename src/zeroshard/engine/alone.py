@@ -28,7 +28,7 @@ class Alone:
         with self._states.present(buffer):
             if buffer.edits.seed_master(asked=False):
                 buffer.changed()
-            accumulator.spread_average(kept=not accumulator.sum.in_file).wait()
+            accumulator.spread_average(kept=not accumulator.sum.on_demand).wait()
             self._averages.give(fragments, given)
             step: Any = type(self._optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import PeerError, UserError
-from ..events import DEVICE, HOST, NVME, SHARED
+from ..errors import PeerError
+from ..events import DEVICE, HOST, NVME
 from ..features import features, first
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
@@ -22,7 +22,7 @@ from ..ranks.comm import Comm
 from ..ranks.together import Together
 from ..resting import resting
 from ..stage import STATES, placements
-from ..tiers.tier import DeviceTier, HostTier, Offload, OnceTier, Tier
+from ..tiers.tier import DeviceTier, HostTier, Offload, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .codec import Plain
@@ -109,7 +109,6 @@ class Assembly:
             over = self.placements.optimizer
             check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, over)
             check_offload(optimizers, self.offload)
-            check_once(self.offload, self.group)
             for feature in features():
                 feature.check(self, optimizers)
             names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
@@ -149,7 +148,6 @@ class Assembly:
         files."""
         group = self.group
         self.tiers = {DEVICE: self.tier, HOST: HostTier(group.device, group.ledger)}
-        self.tiers[SHARED] = OnceTier(group.team, group.ledger)
         self.resting = self.offload.buckets(self.partition.buckets)
         largest, nbytes = dict.fromkeys(STATES, 0), 0
         for bucket, at in zip(self.partition.buckets, self.resting, strict=True):
@@ -161,12 +159,12 @@ class Assembly:
                 if row.tier == NVME:
                     low, high = bucket.held(seat, row.degree)
                     nbytes += row.nbytes(high - low)
-        if any(NVME in at.values() for at in self.resting):
-            what = "another rank cannot use its Offload.path"
+        what = "another rank cannot use its Offload.path"
+        for name in sorted({name for at in self.resting for name in at.values()} - {*self.tiers}):
             block = Together(group, lambda told: PeerError(what, got="; ".join(told)), own=True)
             try:
                 with block:
-                    self.tiers[NVME] = first("tier", NVME, self, largest, nbytes)
+                    self.tiers[name] = first("tier", name, self, largest, nbytes)
             finally:
                 self.told = block.told
 
@@ -247,17 +245,6 @@ class Assembly:
                     if not same_bits(sent, as_bytes(tensor)):
                         before.keep(tensor)
                         write_bytes(tensor, sent)
-
-
-def check_once(offload: Offload, group: Group) -> None:
-    """Refuse one copy of the parameters per host if several teams have parts of them, or off the CPU."""
-    if offload.once and (group.along is not group.team or group.device.type != "cpu"):
-        parts = "parameters along an axis of the mesh" if group.along is not group.team else f"on {group.device}"
-        raise UserError(
-            "one copy of the parameters for a host is for the CPU, and for parameters that all ranks shard",
-            got=f"Offload(parameters='shared'), {parts}",
-            instead="Offload()",
-        )
 
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:

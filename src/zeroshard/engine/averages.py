@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 
 from ..errors import StateError
-from ..events import DEVICE
 from .accumulator import Entry
 from .buffer import Buffer
 from .fragment import Fragment
@@ -84,12 +83,12 @@ class Averages:
         own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
         if own.device != param.device:
             return self._copied(fragment.buffer, own, param)[part].view(param.shape)
-        if accumulator.sum.in_file and accumulator.sum.rest.tier != DEVICE:
+        if accumulator.sum.on_demand and not accumulator.sum.rest.on_device:
             return own[part].to(param.dtype).view(param.shape)
         if own.dtype != param.dtype:
             return self._copied(fragment.buffer, own, param)[part].view(param.shape)
         average = own[part].view(param.shape)
-        return average if accumulator.sum.in_file else self._views.setdefault(id(param), average)
+        return average if accumulator.sum.on_demand else self._views.setdefault(id(param), average)
 
     def _copied(self, buffer: Buffer, own: Tensor, like: Tensor) -> Tensor:
         """Return a copy of a bucket's averages in another dtype, or where the optimizer is, until the step is over.

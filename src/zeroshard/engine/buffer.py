@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import TO_THE_HOST, given, users
-from ..events import DEVICE, ends
+from ..events import ends
 from ..features import first
 from ..layout import Bucket, Slot
 from ..numerics import Precision
@@ -117,7 +117,7 @@ class Buffer:
         self.edits = Edits(self)
         self.gradients: Flat | None = None
         self.codec = codec(self)
-        self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].name == DEVICE
+        self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].on_device
         self._work: list[Work] = []
         self.users = users(tier.device)  # of the gathered copy
         self.starts = [slot.start for slot in bucket.slots]
@@ -211,7 +211,7 @@ class Buffer:
     @property
     def by_itself(self) -> bool:
         """True if it is stepped apart from other buckets, because a state rests off the device or in halves."""
-        return self.codec.alone or any(tier.name != DEVICE for tier in self.tiers.values())
+        return self.codec.alone or not all(tier.on_device for tier in self.tiers.values())
 
     @property
     def upcast(self) -> bool:

@@ -99,7 +99,7 @@ class Edits:
         buffer, parameters = self._buffer, self._buffer.parameters
         buffer.gathered.rebind()
         try:
-            silent = not asked and self._silent and not parameters.in_file
+            silent = not asked and self._silent and not parameters.on_demand
             if not silent and parameters.rest.same_as(buffer.mine):
                 return False
             buffer.codec.before_taking_back()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event, streams
 from ..errors import TierError
-from ..events import DEVICE, ends
+from ..events import ends
 from ..layout import Bucket
 from ..ranks.agreement import Group
 from ..ranks.transport import Work
@@ -81,14 +81,14 @@ class Flat:
     # --- where they rest --------------------------------------------------------------------------------------------
 
     @property
-    def in_file(self) -> bool:
+    def on_demand(self) -> bool:
         """True if only `here()` makes `tensor` what it should be."""
-        return self.rest.in_file
+        return self.rest.on_demand
 
     @property
     def on_device(self) -> bool:
         """True if it is in the device's memory at any time."""
-        return self.rest.tier == DEVICE and self.rest.stays
+        return self.rest.on_device and not self.rest.on_demand
 
     @property
     def pinned(self) -> bool:
@@ -132,9 +132,9 @@ class Flat:
                 self.copy(first, to[first:last])
                 work = Work() if here else self.team.gather(to, self.bucket, self.state)
                 return work.after(event(to.device)) if aside else work
-        if self.rest.tier == DEVICE:  # one that passes is there: the caller has it here()
+        if self.rest.on_device:  # one that passes is there: the caller has it here()
             return self.team.gather(self.tensor, self.bucket, self.state)
-        if streams(self.team.device) and not self.in_file:
+        if streams(self.team.device) and not self.on_demand:
             moved = torch.empty(self.bucket.numel, dtype=self.dtype, device=self.team.device)
             self.give(moved[slice(*self.bucket.shard(self.team.position))])
             self.team.gather(moved, self.bucket, self.state).wait()

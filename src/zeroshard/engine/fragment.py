@@ -79,7 +79,7 @@ class States:
         buffer = place.buffer
         if buffer.bucket.index not in self._counters:
             first, last = buffer.updated
-            flat = buffer.absent(last - first) if buffer.updating.in_file else buffer.target
+            flat = buffer.absent(last - first) if buffer.updating.on_demand else buffer.target
             self._counters[buffer.bucket.index] = flat.data
             self._versions[buffer.bucket.index] = 0
         flat = self._counters[buffer.bucket.index]
@@ -96,7 +96,7 @@ class States:
     def retarget(self, buffer: Buffer) -> None:
         """Make a bucket's fragments views of its masters, which it has just got."""
         if buffer.bucket.index in self._counters:
-            self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.in_file else buffer.target
+            self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.on_demand else buffer.target
         for fragment in self.of(buffer):
             self.point(fragment)
 
@@ -133,7 +133,7 @@ class States:
                     got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
                     instead="edit it in place",
                 )
-            if inside or not buffer.updating.in_file:
+            if inside or not buffer.updating.on_demand:
                 mine.copy_(data)
             found[buffer.bucket.index] = buffer
         return list(found.values())
@@ -230,7 +230,7 @@ class States:
             if buffer.gradients is not None:
                 here.enter_context(buffer.gradients.here(changed=False))
             for fragment in fragments:
-                if buffer.updating.in_file:
+                if buffer.updating.on_demand:
                     self.point(fragment, inside=True)
                 for key, part in self.kept(fragment).items():
                     if isinstance(part, Part):
@@ -245,7 +245,7 @@ class States:
                     if rests_away(buffer) and fragment.param.numel():
                         state = self.optimizer.state.get(fragment.param, {})
                         state.update({key: self._put_away(fragment, key, value, fixed) for key, value in state.items()})
-                    if buffer.updating.in_file:
+                    if buffer.updating.on_demand:
                         self.point(fragment)
         for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
             rest.behind()
@@ -313,7 +313,7 @@ def view(buffer: Buffer, position: int, *, inside: bool = False, flat: Tensor | 
     part = slot.slice_of(*buffer.updated)
     if flat is not None:
         flat = flat[part]
-    elif buffer.updating.in_file and not inside:
+    elif buffer.updating.on_demand and not inside:
         flat = buffer.absent(part.stop - part.start)
     else:
         flat = buffer.target[part]

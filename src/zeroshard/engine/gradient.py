@@ -230,7 +230,7 @@ class Gradients:
         accumulator, slot = entry.accumulator, entry.slot
         whole = blank(accumulator.bucket.numel, accumulator.sum.dtype, self.group.device)
         accumulator.sum.redistribute(whole, owned=True).wait()
-        if accumulator.sum.in_file:  # on some rank it may not have come
+        if accumulator.sum.on_demand:  # on some rank it may not have come
             self.agree()
         found = whole[slot.start : slot.stop].view(slot.shape).clone()
         if not accumulator.averaged:

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..errors import StateError, TierError, UserError
-from ..events import DEVICE
 from ..features import Feature
 from ..ranks.transport import Work
-from ..tiers.tier import DeviceTier, Rest, Tier
+from ..tiers.tier import DeviceTier, OnDevice, Rest, Tier
 from .accepted import BY_TENSOR, by_bucket
 from .accumulator import Accumulator
 from .buffer import Buffer
@@ -38,19 +37,15 @@ _ELSE = "or shard(...) without optimizer_in_backward=True"
 _scaled: deque[int] = deque(maxlen=1024)
 
 
-class Passing(Rest):
+class Passing(OnDevice):
     """One state of one bucket that rests nowhere: it is in memory from the first `here()` until it is cleared."""
 
-    stays = False
+    on_demand = True
 
     def __init__(self, tier: DeviceTier, state: str, numel: int, dtype: torch.dtype) -> None:
-        super().__init__(tier.name, torch.empty(0, dtype=dtype, device=tier.device))
+        super().__init__(torch.empty(0, dtype=dtype, device=tier.device))
         self._of, self._state, self._numel = tier, state, numel
         self._none = self.tensor
-
-    @property
-    def in_file(self) -> bool:
-        return True
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
@@ -69,7 +64,8 @@ class Passing(Rest):
 class PassingTier(Tier):
     """The device's memory, for as long as a state is needed."""
 
-    name = DEVICE
+    name = "passing"
+    on_device = True
 
     def __init__(self, tier: DeviceTier) -> None:
         self._tier = tier

@@ -194,7 +194,7 @@ class Binding:
         self.states.followed()
         for buffer in written:
             self.edited.add(buffer.bucket.index)
-            if buffer.updating.in_file:
+            if buffer.updating.on_demand:
                 buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to the place of all absent elements
                 if any(step.stepping for step in self.schedule.watcher.optimizers()):
                     continue  # an exception has ended a step, which wrote to them
@@ -375,7 +375,7 @@ class Binding:
         try:
             self.alone.step(buffer, accumulator, given)
         finally:
-            if accumulator.sum.in_file:
+            if accumulator.sum.on_demand:
                 accumulator.forget_step(averaged=averaged)
 
     @torch.no_grad()

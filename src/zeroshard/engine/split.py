@@ -109,11 +109,13 @@ def split_(master: Tensor, lower: Tensor, ties: Tensor) -> None:
 class Split(Rest):
     """The masters of bucket elements [first, last), beside parameters that are their cast."""
 
+    on_demand = True
+
     def __init__(self, parameters: Flat, first: int, last: int, tier: Tier, device: DeviceTier) -> None:
         self.parameters = parameters
         self.first, self.numel = first, last - first
+        self.on_device = tier.on_device
         self.planes = tier.rest("master", parameters.bucket.index, split_nbytes(self.numel), torch.uint8)
-        self.tier = self.planes.tier
         self.device = device  # gives memory of a moment
         self.before: Tensor | None = None  # the parameters that the planes go with, while these may be edited
         self._home = tier.device
@@ -139,7 +141,7 @@ class Split(Rest):
 
     @staticmethod
     def _counted(rest: Rest) -> str:
-        return DEVICE if rest.tier == DEVICE else HOST
+        return DEVICE if rest.on_device else HOST
 
     def _beside(self, start: int, stop: int) -> Tensor:
         if self.before is not None:
@@ -153,10 +155,6 @@ class Split(Rest):
         if self._joined is None:
             raise AssertionError(f"the master of bucket {self.parameters.bucket.index} is not joined")
         return self._joined
-
-    @property
-    def in_file(self) -> bool:
-        return True
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
@@ -197,8 +195,7 @@ class Split(Rest):
         """Join elements [first, last) in memory of the moment, with the parameters and planes present too."""
         numel = last - first
         with self.parameters.here(changed=False), self.planes.here(changed=False):
-            on_device = self._counted(self.planes) == DEVICE
-            if on_device:
+            if self.on_device:
                 joined = self.device.reserve(JOINED, numel, torch.float32, zeroed=False)
             else:
                 joined = blank(numel, torch.float32, self._home)
@@ -208,7 +205,7 @@ class Split(Rest):
                     join_(joined, self._beside(first, last).to(self._home), *self._planes(first, last))
                 yield joined
             finally:
-                if on_device:
+                if self.on_device:
                     self.device.give_back(JOINED, joined)
                 else:
                     self.device.ledger.hold(JOINED, -numel * 4, HOST)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..device import Event, asynchronous
 from ..errors import TierError
-from ..events import DEVICE
 from ..headroom import LEAVING
 from ..numerics import divides_exactly, fold, simulated
 from ..ranks.agreement import Group
@@ -225,7 +224,7 @@ class Sums:
     @staticmethod
     def _staged(accumulator: Accumulator) -> bool:
         """Tell if sums are made on an accelerator, in rank order as anywhere, and then brought to where they rest."""
-        return accumulator.sum.rest.tier != DEVICE and asynchronous(accumulator.buffer.team.device)
+        return not accumulator.sum.rest.on_device and asynchronous(accumulator.buffer.team.device)
 
     def _start(self, accumulator: Accumulator, total: Tensor) -> Tensor | None:
         """Return the sum that there is already, where `total` will be made."""

@@ -117,7 +117,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 @torch.inference_mode(False)  # some of its tensors become the optimizer's
 def state_dict(running: ModelState) -> dict[str, Any]:
     """Return this rank's part of the model and its optimizers, by reference."""
-    if any(rest.in_file for buffer in running.buffers for rest in (buffer.parameters, buffer.updating)) or any(
+    if any(rest.on_demand for buffer in running.buffers for rest in (buffer.parameters, buffer.updating)) or any(
         rests_away(buffer) for binding in running.bindings for buffer in running.buffers
     ):
         raise UserError(

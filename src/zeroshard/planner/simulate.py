@@ -376,7 +376,7 @@ class Counter(TorchDispatchMode):
         self.tokens = 0
         self._made: dict[int, Any] = {}
         states = [flat for b in zero._engine.buffers for flat in (b.parameters, b.master, b.gradients)]
-        resting = [flat.tensor for flat in states if flat is not None and not flat.in_file]
+        resting = [flat.tensor for flat in states if flat is not None and not flat.on_demand]
         engine = [*(b.full for b in zero._engine.buffers), *resting]
         self._known: dict[
             int, Any

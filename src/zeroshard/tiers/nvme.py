@@ -325,8 +325,9 @@ def _after(before: list[Future[None]], move: Callable[..., None], *args: Any) ->
 class FileRest(Rest):
     """One state of one bucket in its file."""
 
+    on_demand = True
+
     def __init__(self, file: StateFile, offset: int, bucket: int, numel: int, dtype: torch.dtype) -> None:
-        self.tier = NVME
         self.file = file
         self.offset = offset
         self.bucket = bucket
@@ -347,10 +348,6 @@ class FileRest(Rest):
         if not self.depth or self.room is None:
             raise AssertionError(f"{self.file.state} of bucket {self.bucket} is not here")
         return self.room.memory[: self.nbytes].view(self.dtype)
-
-    @property
-    def in_file(self) -> bool:
-        return True
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:

@@ -31,7 +31,6 @@ from ..fields import FLAG, Field, check_fields
 from ..headroom import PIECES
 from ..layout import Bucket
 from ..numerics import same_bits, simulated
-from ..ranks.transport import Team
 from ..stage import STATES
 from .pool import Pool, zeros
 
@@ -164,16 +163,11 @@ def fractions(state: str, where: Where) -> dict[str, float]:
 class Rest:
     """One state of one bucket at rest in memory: `tensor`, 1-D, always there."""
 
-    stays = True  # does it rest anywhere while it is not used?
+    on_device = False  # does `tensor` lie in memory that the device computes with?
+    on_demand = False  # is `tensor` there only inside `here()`?
 
-    def __init__(self, tier: str, tensor: Tensor) -> None:
-        self.tier = tier
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor = tensor
-
-    @property
-    def in_file(self) -> bool:
-        """True if only `here()` makes `tensor` what it should be."""
-        return False
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
@@ -220,11 +214,17 @@ class Rest:
         return same_bits(tensor.to(self.tensor.device), self.tensor)
 
 
+class OnDevice(Rest):
+    """In the memory that the device computes with."""
+
+    on_device = True
+
+
 class Pinned(Rest):
     """In host memory that a device copies to and from behind the program: `here` waits until that is through."""
 
-    def __init__(self, tier: str, tensor: Tensor) -> None:
-        super().__init__(tier, tensor)
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
         self._written = self._read = Event()  # until when the device writes here, and reads
 
     @contextlib.contextmanager
@@ -271,7 +271,7 @@ class Part(NamedTuple):
 
     def plain(self) -> Tensor | Part:
         """Return the tensor itself if it is always in memory, else this part."""
-        moves = self.rest.in_file or isinstance(self.rest, Pinned)
+        moves = self.rest.on_demand or isinstance(self.rest, Pinned)
         return self if moves else self.rest.tensor[self.start : self.stop].view(self.shape)
 
     @contextlib.contextmanager
@@ -294,6 +294,7 @@ class Tier(Protocol):
     """Storage for states: zero-filled when reserved, unless said otherwise, counted by state until given back."""
 
     name: str
+    on_device: bool = False  # does what rests here lie in memory that the device computes with?
     device: torch.device  # of the tensors that rests here are, while they are in memory
     ledger: Ledger
 
@@ -337,6 +338,7 @@ class DeviceTier(Tier):
     """Plain tensors on the compute device."""
 
     name = DEVICE
+    on_device = True
 
     def __init__(self, device: torch.device, ledger: Ledger) -> None:
         if device.type == "cpu":
@@ -366,7 +368,7 @@ class DeviceTier(Tier):
             self._pool.give_back(tensor)
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
-        return Rest(self.name, self.reserve(state, numel, dtype))
+        return OnDevice(self.reserve(state, numel, dtype))
 
     def again(self, tensor: Tensor) -> Tensor:
         """Return memory for another message: that of the last one, which is through."""
@@ -399,22 +401,6 @@ class DeviceTier(Tier):
         return memory[:nbytes].view(dtype)
 
 
-class OnceTier(Tier):
-    """One copy for all ranks of a host, which compute with it in place, as on the device."""
-
-    name = DEVICE
-
-    def __init__(self, team: Team, ledger: Ledger) -> None:
-        self._team = team
-        self.device = team.device
-        self.ledger = ledger
-
-    def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
-        rest = Rest(self.name, self._team.one_copy(bucket, numel, dtype))
-        self.ledger.hold(state, numel * dtype.itemsize, SHARED)
-        return rest
-
-
 class HostTier(Tier):
     """Host memory: if the device is a GPU, pinned and exactly as large as asked (torch's own rounds up by half)."""
 
@@ -428,9 +414,9 @@ class HostTier(Tier):
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         nbytes = numel * dtype.itemsize
         if not asynchronous(self.compute):  # which is host memory already
-            rest = Rest(self.name, torch.zeros(numel, dtype=dtype, device="cpu"))
+            rest = Rest(torch.zeros(numel, dtype=dtype, device="cpu"))
         else:
-            rest = Pinned(self.name, pages(nbytes, self.compute)[:nbytes].view(dtype))
+            rest = Pinned(pages(nbytes, self.compute)[:nbytes].view(dtype))
         self.ledger.hold(state, nbytes, HOST)
         return rest
 

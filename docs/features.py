@@ -242,7 +242,7 @@ RING_A = (
     "errors.py", "features.py", "events.py", "stage.py", "layout.py", "numerics.py",
     "ranks/transport.py", "ranks/process_group.py",
     "engine/codec.py", "engine/flat.py", "engine/gathered.py", "engine/buffer.py", "engine/unit.py", "engine/accumulator.py",
-    "engine/sharded_grad.py", "engine/gradient.py", "engine/subscriber.py", "engine/contribution.py", "engine/scratch.py",
+    "engine/sharded_grad.py", "engine/gradient.py", "engine/subscriber.py", "engine/contribution.py", "flow.py",
     "engine/sums.py", "engine/reduction.py",
     "engine/script.py", "engine/backward.py", "engine/schedule.py",
     "engine/fragment.py", "engine/averages.py", "engine/hooks.py", "engine/optim.py",

@@ -15,14 +15,14 @@ FEATURES = ": features"
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
     "errors.py", "features.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
-    "layout.py", "headroom.py", "device.py", "resting.py", "numerics.py", "bins.py", "fp8.py", "int8.py",
+    "layout.py", "headroom.py", "flow.py", "device.py", "resting.py", "numerics.py", "bins.py", "fp8.py", "int8.py",
     "digests.py", "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
     "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",
     "ranks/neighbours.py", "ranks/one_copy.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
     "ranks/process_team.py", "ranks/process_group.py", "ranks/mesh.py", "tiers/pool.py", "tiers/tier.py",
     "tiers/once.py", "tiers/nvme.py", "engine/refused.py", "engine/codec.py", "engine/flat.py", "engine/guard.py",
     "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/publish.py", "engine/kernels.py",
-    "engine/unit.py", "engine/quantised.py", "engine/coded.py", "engine/scratch.py", "engine/accumulator.py",
+    "engine/unit.py", "engine/quantised.py", "engine/coded.py", "engine/accumulator.py",
     "engine/scaler.py", "engine/sharded_grad.py", "engine/norms.py", "engine/gradient.py",
     "engine/subscriber.py", "engine/finite.py", "engine/contribution.py", "engine/apart.py", "engine/sums.py",
     "engine/relay.py", "engine/reduction.py", "engine/script.py", "engine/backward.py", "engine/schedule.py",

@@ -29,6 +29,7 @@ import zeroshard
 from zeroshard import Comm, bins, device, fp8, int8, numerics
 from zeroshard.checkpoint import saving
 from zeroshard.engine import preflight, split
+from zeroshard.engine.contribution import State
 from zeroshard.engine.gradient import Gradients
 from zeroshard.engine.relay import Relay
 from zeroshard.engine.script import Script
@@ -484,7 +485,10 @@ def test_a_replica_takes_a_sum_when_it_is_ready_for_it(queued):
     team, (bucket,) = Replicas(queued), partition([Spec("w", (64,), "float32", 4, 0, True)], Layout(), 1).buckets
     relay = Relay(team, bucket, torch.zeros(bucket.numel), torch.zeros(bucket.numel))
     assert team.launched == ([] if queued else ["on from 0", "back"])
-    arrived, sent = [], Sent(None, SimpleNamespace(done=lambda: bool(arrived)), None, relay)
+    arrived, sent = (
+        [],
+        Sent(SimpleNamespace(state=State.SENT), SimpleNamespace(done=lambda: bool(arrived)), None, relay),
+    )
     assert not sent.here() and team.launched == ([] if queued else ["on from 0", "back"])
     arrived.append(True)
     assert sent.here() and sent.here() and team.launched == (["on from 0"] if queued else ["on from 0", "back"])

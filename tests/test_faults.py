@@ -24,8 +24,8 @@ import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.reduction import Reduction
-from zeroshard.engine.scratch import Scratch
 from zeroshard.errors import Error, StateError
+from zeroshard.flow import Scratch
 from zeroshard.ranks.link import Link
 from zeroshard.ranks.watch import GONE, Watch, _ask
 

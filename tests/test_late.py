@@ -27,6 +27,7 @@ from zeroshard.engine.edits import Edits
 from zeroshard.engine.fragment import States
 from zeroshard.engine.in_backward import InBackward, Passing
 from zeroshard.engine.sums import Sums
+from zeroshard.flow import Flow
 from zeroshard.tiers.nvme import FileRest
 from zeroshard.tiers.tier import Rest
 
@@ -36,7 +37,7 @@ PLACES = [
     (Alone, "step"), (Alone, "write_back"),
     (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "publish"), (Edits, "follow"),
     (InBackward, "averaged"), (InBackward, "next"), (InBackward, "ended"),
-    (Sums, "_land_first"), (Sums, "_store"), (Sums, "send"),
+    (Flow, "_land_oldest"), (Flow, "_store"), (Sums, "send"),
     (States, "present"), (Rest, "here"), (Passing, "clear"), (FileRest, "here"),
 ]  # fmt: skip
 

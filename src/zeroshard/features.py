@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from .engine.contribution import Division
     from .engine.moving import MovingAverage
     from .engine.refused import Settings
-    from .engine.scratch import Scratch
     from .engine.subscriber import Subscriber
     from .engine.sums import Delivery
     from .engine.unit import Managed, Unit
+    from .flow import Scratch
     from .layout import Bucket
     from .numerics import Precision
     from .ranks.agreement import Group
@@ -119,7 +119,7 @@ class Feature:
     def division(self, buffer: Buffer, settings: Settings) -> Division | None:
         """Return how a bucket's gradients come apart, if they do."""
 
-    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch], Delivery] | None:
+    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         """Return what makes the delivery of each sum, if this feature delivers them."""
 
     def subscriber(self, engine: Any) -> Subscriber | None:

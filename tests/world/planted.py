@@ -25,10 +25,10 @@ BUGS = (
         "            self._wait(self._handles[0])\n            self._handles.clear()\n",
     ),
     Bug(
-        "a relay's average is taken off its queue before it came: an exception loses it", "engine/sums.py",
-        "        self._summed[0].delivery.back.wait()  # an interrupt may come here: then it is still under way\n"
-        "        self._store(self._summed.pop(0))\n",
-        "        self._store(self._summed.pop(0))\n",
+        "a relay's average is taken off its queue before it came: an exception loses it", "flow.py",
+        "        self.wait(self._landed[0])  # an interrupt may come here: then it is still under way\n"
+        "        self._store(self._landed.pop(0))\n",
+        "        self._store(self._landed.pop(0))\n",
     ),
     Bug(
         "what the replica before has summed up is not waited for", "engine/sums.py",
@@ -43,8 +43,8 @@ BUGS = (
     ),
     Bug(
         "the memory that a reduction lands in is given back when it is launched", "engine/sums.py",
-        "        contribution.move(State.SENT)\n        self._under_way.append(Sent(",
-        "        contribution.move(State.SENT)\n        self.scratch.give_back(receive)\n        self._under_way.append(Sent(",
+        "        contribution.move(State.SENT)\n        self.begin(Sent(",
+        "        contribution.move(State.SENT)\n        self.scratch.give_back(receive)\n        self.begin(Sent(",
     ),
     Bug(
         "the order of reductions follows what this rank got", "engine/reduction.py",

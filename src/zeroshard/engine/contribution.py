@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from ..errors import StateError
+from ..flow import Scratch
 from .accumulator import Accumulator, Entry
 from .buffer import Buffer
 from .codec import Message
-from .scratch import Scratch
 from .unit import Unit
 
 
@@ -110,7 +110,7 @@ class Contribution:
         self.memory, self.local = memory, local
         self.move(State.FILLING)
 
-    def encode(self, scratch: Scratch) -> Tensor:
+    def encode(self, scratch: Scratch[Tensor]) -> Tensor:
         """Return this rank's contribution as it is sent, with zeros for gradients that did not come."""
         values = self.memory
         assert values is not None

@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..flow import Scratch
 from ..headroom import IN_FLIGHT
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
@@ -32,7 +33,6 @@ from .accumulator import Accumulator, Entry
 from .buffer import Buffer
 from .contribution import Contribution, State, check_dense, second_gradient
 from .gradient import Gradients
-from .scratch import Scratch
 from .sharded_grad import ShardedGrad
 from .subscriber import Subscriber
 from .sums import Delivery, Sums
@@ -53,7 +53,7 @@ class Reduction:
         group: Group,
         tier: DeviceTier,
         settings: Comm,
-        deliver: Callable[[Accumulator, Scratch], Delivery],
+        deliver: Callable[[Accumulator, Scratch[Tensor]], Delivery],
     ) -> None:
         self.subscribers: list[Subscriber] = []
         self.gradients = gradients
@@ -190,7 +190,8 @@ class Reduction:
         for each in self.subscribers:
             if (work := each.due(min(allowed, 1))) is not None:
                 return work.done, work, each.next
-        return self.sums.due(allowed)
+        found = self.sums.oldest(allowed)
+        return found and (found[0].here, found[0].awaited, found[1])
 
     def _averaged(self, contribution: Contribution) -> None:
         came, got = contribution.received, self._got

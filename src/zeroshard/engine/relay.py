@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ..events import Event
 from ..features import Feature
+from ..flow import Scratch
 from ..layout import Bucket
 from ..numerics import running_dtype
 from ..ranks.transport import Team, Work
 from .accumulator import Accumulator
-from .scratch import Scratch
 from .sums import Delivery
 
 
@@ -76,7 +76,7 @@ class Relay(Delivery):
         return Work(handles, event, lambda handle: self.team.wait("relay", self.bucket.index, handle))
 
 
-def relayed(accumulator: Accumulator, scratch: Scratch) -> Delivery:
+def relayed(accumulator: Accumulator, scratch: Scratch[Tensor]) -> Delivery:
     """Return the delivery of one bucket's sum, if replicas hand it on and this rank has a part of it."""
     buffer, team = accumulator.buffer, accumulator.buffer.team
     own = accumulator.bucket.shard_numel(team.position)
@@ -91,7 +91,7 @@ class _Manifest(Feature):
     name = "replicas"
     page = "meshes.md"
 
-    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch], Delivery] | None:
+    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         return relayed if team.seat.summed > 1 else None
 
 

@@ -5,7 +5,8 @@
     land     what came is added up in rank order, and handed on where several replicas are summed
     store    the average is where it rests, and memory serves others
 
-All memory of messages is taken and given back here. `due` names the oldest sum, if more than so many are under way.
+All memory of messages is taken and given back here. `oldest` names a sum if more than so many are under
+way.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..device import Event, asynchronous
 from ..errors import TierError
+from ..flow import Flow, Scratch
 from ..headroom import LEAVING
 from ..numerics import divides_exactly, fold, simulated
 from ..ranks.agreement import Group
@@ -27,7 +29,6 @@ from ..ranks.transport import Work
 from ..tiers.tier import DeviceTier
 from .accumulator import Accumulator
 from .contribution import Contribution, State
-from .scratch import Scratch
 from .subscriber import Subscriber
 
 
@@ -58,15 +59,25 @@ class Sent:
     receive: Tensor
     delivery: Delivery
 
+    @property
+    def running(self) -> Tensor | None:
+        return self.delivery.running
+
+    @property
+    def awaited(self) -> Work:
+        """The work that it waits for: contributions that this rank adds up, or the average."""
+        return self.work if self.contribution.state is State.SENT else self.delivery.back
+
     def here(self) -> bool:
-        """Tell if all contributions that this rank adds up have come."""
-        if not self.work.done():
-            return False
-        self.delivery.receive()
-        return self.delivery.came.done()
+        """Tell if all has come that it needs to go on."""
+        here = self.awaited.done()
+        if here and self.contribution.state is State.SENT:
+            self.delivery.receive()
+            return self.delivery.came.done()
+        return here
 
 
-class Sums:
+class Sums(Flow[Sent, Tensor]):
     """The sums of one model's buckets, while they are under way."""
 
     def __init__(
@@ -75,21 +86,17 @@ class Sums:
         tier: DeviceTier,
         settings: Comm,
         subscribers: Sequence[Subscriber],
-        deliver: Callable[[Accumulator, Scratch], Delivery],
+        deliver: Callable[[Accumulator, Scratch[Tensor]], Delivery],
         stored: Callable[[Contribution], None],
     ) -> None:
         """deliver: makes each sum's delivery. stored: called with each contribution whose average is where it rests."""
+        super().__init__(tier, group.team.messages(tier), group.team.seat.replicas)
         self.group = group
         self.native = settings.reduce == "native"
         self._sends_values = settings.reduce == "ordered" and group.ranks > 1
         self._subscribers = subscribers
         self._deliver = deliver
         self._stored = stored
-        self.scratch = Scratch(tier, "reduce")
-        # What is sent lies where other ranks can read it, if they do.
-        self.sends = Scratch(group.team.messages(tier), "reduce") if group.team.shares else self.scratch
-        self._under_way: list[Sent] = []  # until this rank has added its part
-        self._summed: list[Sent] = []  # and from then on until it has the average
         self._leaving: list[tuple[Event, Tensor]] = []  # averages on their way from the device to where they rest
 
     # --- this rank's contribution -----------------------------------------------------------------------------------
@@ -141,29 +148,11 @@ class Sums:
             receive = self.scratch.take(own * team.room * contribution.sources, send.dtype)
             work = team.reduce(send, receive, bucket, contribution.sources)
         contribution.move(State.SENT)
-        self._under_way.append(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch)))
+        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch)))
 
     # --- the sum ----------------------------------------------------------------------------------------------------
 
-    def due(self, allowed: int) -> tuple[Callable[[], bool], Work, Callable[[], None]] | None:
-        """Return the oldest sum if more than `allowed` are under way: (is it here?, its Work, how to go on with it)."""
-        if len(self._summed) > allowed + self.group.team.seat.replicas:
-            back = self._summed[0].delivery.back
-            return back.done, back, self._store_first
-        if len(self._under_way) > allowed:
-            return self._under_way[0].here, self._under_way[0].work, self._land_first
-        return None
-
-    @property
-    def under_way(self) -> bool:
-        return bool(self._under_way or self._summed)
-
-    def next(self) -> None:
-        """Wait for the oldest sum, and go on with it."""
-        (self._land_first if self._under_way else self._store_first)()
-
-    def _land_first(self) -> None:
-        sent = self._under_way[0]  # until it has landed: an exception may come at any moment
+    def land(self, sent: Sent) -> None:
         sent.work.wait()
         sent.delivery.receive()
         sent.delivery.came.wait()
@@ -188,15 +177,10 @@ class Sums:
         sent.work.used()
         accumulator.land(averaged=divided)
         delivery.hand_on()
-        self._summed.append(sent)
-        self.scratch.give_back(receive)
+
+    def landed(self, sent: Sent) -> None:
         self._give_back(sent.contribution)
         sent.contribution.end(State.LANDED)
-        self._under_way.pop(0)
-        if delivery.running is None and len(self._summed) == 1:
-            # Not before the sums ahead of it, though nothing of it is on its way: where each average is gathered, all
-            # ranks of a team gather in one order, and other ranks may have a part of this one.
-            self._store(self._summed.pop())
 
     def _fold(self, sent: Sent, *, divided: bool) -> None:
         """Add this rank's contributions to what came, or, on the first replica, to what there is."""
@@ -237,16 +221,11 @@ class Sums:
 
     # --- the average ------------------------------------------------------------------------------------------------
 
-    def _store_first(self) -> None:
-        self._summed[0].delivery.back.wait()  # an interrupt may come here: then it is still under way
-        self._store(self._summed.pop(0))
+    def wait(self, sent: Sent) -> None:
+        sent.delivery.back.wait()
 
-    def _store(self, sent: Sent) -> None:
-        """Finish a sum whose average has landed: put that where it rests, and give memory back."""
-        accumulator, delivery = sent.contribution.accumulator, sent.delivery
-        delivery.back.wait()
-        self.scratch.give_back(delivery.running)
-        average = delivery.average
+    def store(self, sent: Sent) -> None:
+        accumulator, average = sent.contribution.accumulator, sent.delivery.average
         try:
             if average is not None and not accumulator.sum.on_device:
                 self._leaving.append((accumulator.sum.take(average, fresh=True), average))
@@ -265,18 +244,7 @@ class Sums:
             through.wait()
             self.scratch.give_back(average)
 
-    # --- its memory -------------------------------------------------------------------------------------------------
-
-    def trim(self) -> None:
-        """Give unused memory back to the tier."""
-        self.scratch.trim()
-        self.sends.trim()
-
     def abandon(self) -> None:
         """Drop all that is under way, once all ranks have ended what they had launched."""
-        self._summed, self._under_way = [], []
+        self.drop_all()
         self.leave(0)
-
-    def give_back_all(self) -> None:
-        self.scratch.give_back_all()
-        self.sends.give_back_all()

@@ -23,7 +23,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE, SHARED
-from ..headroom import IN_FLIGHT, POOLED, PREFETCH, room
+from ..flow import Flow, Memory
+from ..headroom import IN_FLIGHT, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import ALONE, Placements, Seat, seat
 from .recipes import Recipe
@@ -195,32 +196,27 @@ class _Updates:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], placements: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat],
-        resting: At | None, allowed: int,
-    ) -> None:  # fmt: skip
-        """Begin with nothing landed. buckets: in the order in which they land."""
+        self, placements: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat], resting: At | None, allowed: int
+    ) -> None:
+        """Begin with nothing landed."""
         self._asked = placements, sizes, seat, resting
-        self._coming = [*buckets] if sizes.in_backward else []
         self._here: list[Bucket] = []  # the oldest first
         self._waits = 0 if placements.optimizer else min(allowed, 1)
         self._most: dict[str, int] = {}
 
-    def land(self, count: int) -> None:
-        """Let the next `count` averages land."""
-        for bucket in self._coming[:count]:
-            self._here.append(self._coming.pop(0))
-            self._update(self._waits if bucket.size > 1 else 0)
+    def land(self, bucket: Bucket) -> None:
+        """Let an average land. One that rests is not counted here."""
+        if self._asked[1].in_backward:
+            self._here.append(bucket)
+            self.use(self._waits if bucket.size > 1 else 0)
 
-    def most(self, *, last: bool) -> dict[str, int]:
-        """Return the most held since the last call. last: everything that is still to come lands first."""
-        if last:
-            self.land(len(self._coming))
-            self._update(0)
+    def most(self) -> dict[str, int]:
+        """Return the most held since the last call."""
         most, self._most = self._most, {}
         return most
 
-    def _update(self, waits: int) -> None:
-        """Update the buckets that have landed, oldest first, until `waits` are left."""
+    def use(self, waits: int) -> None:
+        """Use up averages that have landed, oldest first, until `waits` are left."""
         placements, sizes, seat, resting = self._asked
         self._most = max(self._most, self._held(0), key=_total)
         while len(self._here) > waits:
@@ -244,17 +240,44 @@ def _each_bucket(
     ]
 
 
-class _Pool(list[int]):
-    """Sizes in bytes of used buffers, the one kept longest first."""
+class _Counted(Memory[tuple[int]]):
+    """Memory of messages that is only counted: a piece of it is its number of bytes."""
 
-    def take(self, sizes: Iterable[int]) -> None:
-        for nbytes in sizes:
-            if nbytes in self:
-                self.remove(nbytes)
+    def __init__(self) -> None:
+        self.nbytes = 0
 
-    def keep(self, sizes: Iterable[int]) -> None:
-        for nbytes in filter(None, sizes):
-            self[:] = [*self, nbytes][-POOLED:]
+    def reserve(self, state: str, numel: int, itemsize: Fraction | int, *, zeroed: bool = True) -> tuple[int]:
+        self.nbytes += (nbytes := _nbytes(numel, itemsize))
+        return (nbytes,)
+
+    def give_back(self, state: str, piece: tuple[int]) -> None:
+        self.nbytes -= piece[0]
+
+
+class _Sent(NamedTuple):
+    """One bucket's sum on its way. Each is a piece of counted memory, or None where it needs none."""
+
+    bucket: Bucket
+    contribution: tuple[int] | None
+    receive: tuple[int] | None
+    running: tuple[int] | None
+    average: tuple[int] | None
+
+
+class _Sums(Flow[_Sent, tuple[int]]):
+    """The engine's sums, of which only memory is counted."""
+
+    def __init__(self, memory: _Counted, sends: _Counted, waiting: int, averaged: Callable[[Bucket], None]) -> None:
+        """averaged: called with each bucket whose average is there."""
+        super().__init__(memory, sends, waiting)
+        self._averaged = averaged
+
+    def landed(self, each: _Sent) -> None:
+        self.sends.give_back(each.contribution)
+
+    def store(self, each: _Sent) -> None:
+        self.scratch.give_back(each.average)
+        self._averaged(each.bucket)
 
 
 def _reductions(
@@ -273,65 +296,55 @@ def _reductions(
 
     With the optimizer in backward they include the gradients that land then, and the copy of them that it updates with.
 
-    It follows the engine's buffers with every reduction as late as allowed: a send buffer of the bucket's size and a
-    buffer for what arrives (`headroom.room`). Once done, both wait in a pool for the next bucket of their size. The
-    unit's other buckets may have begun their send buffers, which count too. Under `no_sync` all send buffers exist
-    already, full-size, in the gradients' dtype. Replicated gradients are their own send buffer then, and in the first
-    backward (`fresh`) if they have the dtype that is sent.
+    The engine's own order of sums (`flow.Flow`), every one as late as allowed, moves numbers of bytes: a send buffer of
+    the bucket's size and a buffer for what arrives (`headroom.room`). The unit's other buckets may have begun their
+    send buffers, which count too. Under `no_sync` all send buffers exist already, full-size, in the gradients' dtype.
+    Replicated gradients are their own send buffer then, and in the first backward (`fresh`) if they have the dtype that
+    is sent.
 
     Where ranks read each other's memory (`shares`) nothing arrives, and gradients are no send buffers, since other
-    ranks cannot read them; send buffers have a pool of their own.
+    ranks cannot read them.
 
-    With replicas each reduction has a running sum of the own shard beside it, and an average where gradients do not
-    rest on the device. Both are kept until `in_flight` plus as many later reductions as there are replicas are added.
+    With replicas each sum has a running sum of the own shard beside it, and an average where gradients do not rest on
+    the device.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
     in_place = no_sync or (fresh and sizes.gradients == sizes.reduced)
     in_place = in_place and not (shares or sizes.in_backward or placements.gradients)
+    replicas = seats.everyone.replicas
+    updates = _Updates(placements, sizes, seats.of, resting, in_flight)
+    messages = _Counted()
+    contributions = _Counted() if shares else messages
+    sums = _Sums(messages, contributions, replicas, updates.land)
+    begun: dict[int, tuple[int] | None] = {}  # contributions, by bucket
 
-    def sends(bucket: Bucket) -> list[int]:
-        return [] if in_place and _on_device(resting, bucket, "gradients") else [_nbytes(bucket.numel, itemsize)]
+    def begin(buckets: Iterable[Bucket]) -> None:
+        for bucket in (each for each in buckets if each.index not in begun):
+            there = in_place and _on_device(resting, bucket, "gradients")
+            begun[bucket.index] = None if there else sums.sends.take(bucket.numel, itemsize)
 
-    def receive(bucket: Bucket) -> list[int]:
-        if shares and bucket.size > 1:
-            return []
-        return [_nbytes(bucket.shard_numel(seats.of(bucket).position) * room(bucket.size), itemsize)]
+    def sent(bucket: Bucket) -> _Sent:
+        seat, rests = seats.of(bucket), _on_device(resting, bucket, "gradients")
+        comes = bucket.shard_numel(seat.position) * room(bucket.size)
+        receive = None if shares and bucket.size > 1 else sums.scratch.take(comes, itemsize)
+        running = average = None
+        if replicas > 1 and (own := bucket.shard_numel(seats.everyone.position)):
+            running = sums.scratch.take(own, sizes.running)
+            average = sums.scratch.take(own, sizes.gradients) if sizes.in_backward or not rests else None
+        return _Sent(bucket, begun[bucket.index], receive, running, average)
 
-    def handed_on(bucket: Bucket) -> list[int]:
-        if seats.everyone.replicas == 1:
-            return []
-        own, rests = bucket.shard_numel(seats.everyone.position), _on_device(resting, bucket, "gradients")
-        average = [_nbytes(own, sizes.gradients)] * (sizes.in_backward or not rests)
-        return [_nbytes(own, sizes.running), *average]
-
-    pool = _Pool()
-    sent = _Pool() if shares else pool
-    begun = {bucket.index for bucket in trainable if no_sync}
-    alive: list[tuple[list[int], ...]] = []  # buffers of the reductions under way, oldest first
-    relayed: list[list[int]] = []  # of those that were handed on
+    begin(trainable if no_sync else [])
     most: dict[int, dict[str, int]] = {}
-    updates = _Updates(trainable[::-1], placements, sizes, seats.of, resting, in_flight)
-    waiting = {bucket.index: sum(sends(bucket)) for bucket in trainable} if no_sync else {}
     for bucket in reversed(trainable):
-        for other in trainable:
-            if other.unit == bucket.unit and other.index <= bucket.index and other.index not in begun:
-                begun.add(other.index)
-                waiting[other.index] = sum(sends(other))
-                sent.take(sends(other))
-        pool.take([*receive(bucket), *handed_on(bucket)])
-        waiting.pop(bucket.index, 0)
-        alive.append((sends(bucket), receive(bucket), handed_on(bucket)))
-        under_way = sum(sum(run) for each in alive for run in each) + sum(map(sum, relayed))
-        reduce = sum(waiting.values()) + under_way + sum(pool) + sum(sent) * shares
-        while len(alive) > in_flight:
-            went, came, on = alive.pop(0)
-            relayed += [on] if any(on) else []
-            pool.keep(came)
-            sent.keep(went)
-            updates.land(0 if any(on) else 1)
-        while len(relayed) > in_flight + seats.everyone.replicas:
-            pool.keep(relayed.pop(0))
-            updates.land(1)
-        most[bucket.index] = {REDUCE: reduce} | updates.most(last=bucket is trainable[0])
+        begin(other for other in trainable if other.unit == bucket.unit and other.index <= bucket.index)
+        sums.begin(sent(bucket))
+        reduce = sum(each.nbytes for each in {messages, contributions})
+        while found := sums.oldest(in_flight):
+            found[1]()
+        if bucket is trainable[0]:  # the end of backward: everything that is still to come lands
+            while sums.under_way:
+                sums.next()
+            updates.use(0)
+        most[bucket.index] = {REDUCE: reduce} | updates.most()
     return most

@@ -308,17 +308,6 @@ class Tier(Protocol):
         yield
 
 
-class MessageMemory(Protocol):
-    """The memory that messages lie in: the device's, or memory that the ranks of a host share."""
-
-    def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor: ...
-
-    def give_back(self, state: str, tensor: Tensor) -> None: ...
-
-    def again(self, tensor: Tensor) -> Tensor:
-        """Return memory for another message of this rank's: the last one's, or other if a rank still reads that."""
-
-
 @functools.cache
 def keep_freed_memory() -> None:
     """Have malloc keep what is freed for the next step, up to 256 MiB: see docs/decisions/freed-memory.md.

@@ -710,7 +710,8 @@ def test_the_calculator_by_hand(opened):
     offload = zeroshard.Offload(gradients=0.25, optimizer="nvme", path="/scratch")
     plan = zeroshard.plan(params=7e9, ranks=8, offload=offload, units=32, gpus_per_node=8)
     found = rows(page)
-    assert found["peak"][1:] == [f"{stage.peak:,}" for stage in plan.stages]
+    for most, stage in zip(found["peak"][1:], plan.stages, strict=True):
+        assert stage.peak <= int(most.replace(",", "")) <= 1.05 * stage.peak
     assert found["total"][1:] == [f"{stage.total:,}" for stage in plan.stages]
     for tier in ("device", "host", "nvme"):
         held = [sum(stage.tiers.get(tier, {}).values()) for stage in plan.stages]

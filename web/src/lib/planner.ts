@@ -5,7 +5,6 @@
  * `zeroshard plan --json`. Bytes per parameter are sums of powers of two, so doubles hold every value exactly up to 2^53.
  */
 import tables from '../../fixtures/planner.json';
-import { type Instant, instants } from './instants';
 
 export const TIERS = ['device', 'host', 'nvme'] as const;
 export type Tier = (typeof TIERS)[number];
@@ -33,7 +32,8 @@ export type Offload = Record<keyof Placements, Partial<Record<'host' | 'nvme', n
 export const ON_DEVICE: Offload = { parameters: {}, gradients: {}, optimizer: {} };
 export const PADDING = 'padding';
 export const STAGING = 'staging';
-const { page: PAGE, buffers: BUFFERS, message: MESSAGE } = tables.constants;
+const { page: PAGE, buffers: BUFFERS, message: MESSAGE, align: ALIGN } = tables.constants;
+const { in_flight: IN_FLIGHT, prefetch: PREFETCH } = tables.constants;
 
 /** Percent of a state's bytes in a tier. */
 export function percentIn(offload: Offload, of: keyof Placements, tier: Tier): number {
@@ -89,10 +89,9 @@ export interface StagePlan {
   traffic: Traffic;
   /** Read from files and written to them in a step. */
   moves: { read: number; written: number };
-  /** What passes through the device in a step, and the most with what rests there; null where no units are known. */
-  instants: Instant[];
+  /** The most that passes through the device in a step, where units are known; with what rests there, the peak. */
+  passing: Passing | null;
   peak: number | null;
-  peakAt: string | null;
   /** What the device saves at rest beside another stage, as a fraction of what that holds in all tiers. */
   saved: (other: StagePlan) => number;
   /** What has to fit the device: the peak, or what is known of it. */
@@ -328,6 +327,58 @@ function moves(
   };
 }
 
+/** Bytes that pass through the device at one moment, by state. */
+export interface Passing {
+  moment: 'init' | 'backward' | 'step';
+  nbytes: Record<string, number>;
+}
+
+/**
+ * The most that passes through the device at once in a step of equal units: a bound in closed form, activations not
+ * counted. `zeroshard plan --units` counts it message by message, as the engine's own order has it.
+ *
+ * In backward that is the unit at work, the one just left and those gathered ahead; contributions of a unit and of the
+ * messages under way; what arrives for these; and used memory that waits for the next message of its size.
+ */
+export function mostPassing(question: Question, place: Placements, units: number): Passing {
+  const { parameters, recipe, accumulate = 1, noSync: asked = false, replicas = 1, offload = ON_DEVICE } = question;
+  const { parameters: each, gradients, master } = recipe.bytes_per_parameter;
+  const [ranks, noSync, updated] = [question.ranks / replicas, asked && accumulate > 1, master ?? each];
+  const unit = Math.ceil(parameters / units);
+  const message = Math.min(unit, Math.floor(MESSAGE / Math.max(Math.round(each), 1)));
+  const owned = (numel: number) => up(Math.ceil(up(numel) / ranks));
+  const [shard, rest] = [owned(message), unit % message ? owned(unit % message) : 0];
+  const messages = Math.ceil(unit / message);
+  const of = (width: number) => Math.floor(unit / message) * nbytes(shard * ranks, width) + nbytes(rest * ranks, width);
+  const one = (width: number) => nbytes(shard * ranks, width);
+  const brought = place.parameters || percentIn(offload, 'parameters', 'device') < 100;
+
+  const width = noSync ? Math.max(gradients, recipe.sent) : recipe.sent;
+  const onDevice = percentIn(offload, 'gradients', 'device');
+  const inPlace = !place.gradients && (noSync || (accumulate === 1 && gradients === recipe.sent)) && onDevice === 100;
+  const under = Math.min(IN_FLIGHT, units * messages - 1); // messages under way before the one that is sent
+  const begun = noSync ? units * of(width) : Math.min(of(width) + under * one(width), units * of(width));
+  const arrives = nbytes(shard * (ranks > 2 ? ranks : ranks - 1), width);
+  const on = nbytes(shard, running(gradients)) + (onDevice === 100 ? 0 : nbytes(shard, gradients));
+  const relayed = replicas > 1 ? on * Math.min(2 * IN_FLIGHT + replicas + 1, units * messages) : 0;
+  const varying = replicas > 1 || (onDevice > 0 && onDevice < 100) ? 2 * IN_FLIGHT : messages - 1; // else it serves again
+  const kept =
+    units * messages > IN_FLIGHT + 1
+      ? Math.min(2 * IN_FLIGHT, varying) * Math.max(inPlace ? 0 : one(width), arrives)
+      : 0;
+  const reduce = (inPlace ? 0 : begun) + arrives * (under + 1) + relayed + kept;
+
+  const converted = gradients !== updated && percentIn(offload, 'optimizer', 'device') > 0;
+  const passing: Passing[] = [
+    { moment: 'init', nbytes: { gather: brought ? of(each) : 0, build: one(updated) } },
+    { moment: 'backward', nbytes: { gather: brought ? of(each) * Math.min(PREFETCH + 2, units) : 0, reduce } },
+    { moment: 'step', nbytes: { upcast: converted ? nbytes(place.optimizer ? shard : shard * ranks, updated) : 0 } },
+  ];
+  return passing.reduce((most, found) => (sum(found.nbytes) > sum(most.nbytes) ? found : most));
+}
+
+const up = (numel: number): number => Math.ceil(numel / ALIGN) * ALIGN;
+
 /** Bytes that one GPU sends in a step inside its node of `node` GPUs, and to others: a gather is a ring, which the cards
  * of a node share; a reduction is an exchange. Of K replicas each is so among its own ranks, which follow one another:
  * a node holds whole replicas, or a replica whole nodes. Sums are handed on in K - 1 hops; those between nodes share the
@@ -359,9 +410,8 @@ export function plan(question: Question, stage: number, place: Placements): Stag
     for (const tier of TIERS) if (state in tiers[tier]) states[state] = (states[state] ?? 0) + tiers[tier][state];
   const device = sum(tiers.device);
   const moved = traffic(parameters, ranks, place, recipe, accumulate, noSync, replicas);
-  const passing = question.units ? instants(question, place) : [];
-  const worst = passing.reduce<Instant | null>((most, each) => (most && most.total >= each.total ? most : each), null);
-  const peak = worst && device + worst.total;
+  const passing = question.units ? mostPassing(question, place, question.units) : null;
+  const peak = passing && device + sum(passing.nbytes);
   return {
     stage,
     formula: formula(place, recipe, replicas, offload),
@@ -372,9 +422,8 @@ export function plan(question: Question, stage: number, place: Placements): Stag
     device,
     traffic: moved,
     moves: moves(tiers.nvme, place, names.includes('master'), accumulate, noSync, replicas),
-    instants: passing,
+    passing,
     peak,
-    peakAt: worst?.name ?? null,
     saved: (other) => 1 - device / (other.total - (other.states[STAGING] ?? 0)),
     most: peak ?? device,
     links: question.node ? links(moved, ranks, question.node, replicas) : null,

@@ -179,10 +179,9 @@ FEATURES = {
     ),
     "interrupts": Feature(
         r"levell|\.level\(|def level|interrupted|as_one|\btorn\b|\bCall\b|_party|\bparty\b|Party\b|unsettled|recovery_copy"
-        r"|join_launched|\b_join\(|\bheed|self\.left\b|refuse_within|forget_step|\bbusy\b|running\(\)|\.begin\(Call|\.end\(\)$"
+        r"|join_launched|\b_join\(|\bheed|self\.left\b|refuse_within|transactions\b|each\.abandon|\bbusy\b|running\(\)|\.begin\(Call|\.end\(\)$"
         r"|_unwind",
-        ("ranks/streams.py", "ranks/calls.py", "ranks/ending.py"),
-        r"forget_step\(averaged",
+        ("ranks/streams.py", "ranks/calls.py", "ranks/ending.py", "engine/transaction.py"),
     ),
     "edits followed anywhere": Feature(
         r"edits\b|\.rebind\(|def rebind|reseed|follow_edits|seed_master|_keep_edits|unfollowed|\.notice\(|def notice"
@@ -244,7 +243,7 @@ RING_A = (
     "engine/codec.py", "engine/flat.py", "engine/gathered.py", "engine/buffer.py", "engine/unit.py", "engine/accumulator.py",
     "engine/sharded_grad.py", "engine/gradient.py", "engine/subscriber.py", "engine/contribution.py", "flow.py",
     "engine/sums.py", "engine/reduction.py",
-    "engine/script.py", "engine/backward.py", "engine/schedule.py",
+    "engine/script.py", "engine/transaction.py", "engine/backward.py", "engine/forward.py", "engine/schedule.py",
     "engine/fragment.py", "engine/averages.py", "engine/hooks.py", "engine/optim.py",
     "engine/assembly.py", "sharded.py", "api.py",
 )  # fmt: skip

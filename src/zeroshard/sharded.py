@@ -33,9 +33,10 @@ from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.publish import publish
 from .engine.reduction import Reduction
 from .engine.refused import refuse, settings
-from .engine.schedule import Schedule, Step
+from .engine.schedule import Schedule
 from .engine.sums import Delivery
 from .engine.tensor_parallel import mesh_of
+from .engine.transaction import Transaction
 from .engine.undo import Before
 from .engine.unit import Managed, Unit, units_named
 from .errors import PeerError, StateError, UserError
@@ -253,7 +254,7 @@ class Engine:
         """Refuse to begin inside a collective operation or a step: a signal's handler may call anything anywhere."""
         self.group.refuse_within(busy=any(binding.busy for binding in self.bindings))
 
-    def optimizers(self) -> Sequence[Step]:
+    def steps(self) -> Sequence[Transaction]:
         steps = [each.step for each in self.reduction.subscribers]
         return [*self.bindings, *(step for step in steps if step is not None)]
 

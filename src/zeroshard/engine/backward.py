@@ -23,6 +23,7 @@ from .gradient import Gradients
 from .guard import weak
 from .reduction import Reduction
 from .script import Script
+from .transaction import Transaction
 from .unit import Unit
 
 
@@ -31,7 +32,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class Backward:
+class Backward(Transaction):
     """The running backward of one sharded model on one rank, if there is one."""
 
     def __init__(
@@ -55,7 +56,6 @@ class Backward:
         self._script = script
         self._meet = meet
         self._releases = releases
-        self.call: Call | None = None  # of torch's that runs it, where that is on the same thread
         self._task: int | None = None  # the graph task of the running one
         self._ending: weakref.ref[Callable[[], None]] | None = None  # its callback, which only autograd holds
         self._own_segment = False  # did it begin a segment of gathers? (not inside a forward)
@@ -65,7 +65,6 @@ class Backward:
 
     @property
     def begun(self) -> bool:
-        """True from a backward's begin to its end. One that an exception ended counts as begun."""
         return self._task is not None
 
     @property
@@ -205,8 +204,10 @@ class Backward:
         for unit in self.units:
             unit.calls = max(unit.calls - 1, 0)
 
-    def forget(self) -> None:
-        """Drop a backward that an exception ended, once all ranks have ended what they had launched."""
+    def running(self) -> bool:
+        return self.begun and in_backward()
+
+    def abandon(self) -> None:
         if self.begun:
             self._task = self.call = None
             self._release_all()

@@ -30,6 +30,7 @@ from .optim import Binding
 from .publish import publish
 from .schedule import Schedule
 from .subscriber import Subscriber
+from .transaction import Transaction
 
 _LOOP = "loss.backward(); optimizer.step(); optimizer.zero_grad()"
 _ELSE = "or shard(...) without optimizer_in_backward=True"
@@ -79,10 +80,11 @@ class PassingTier(Tier):
 class InBackward(Subscriber):
     """The updates of one model's weights by backwards, and refusals of what these leave no room for.
 
-    It is as much of a step as an optimizer's own (`schedule.Step`): an exception may leave it half done.
+    It is as much of a step as an optimizer's own: an exception may leave it half done (`Updates`).
     """
 
     early = True
+    step: Updates
     second = "used by the optimizer in backward", "or shard(...) without optimizer_in_backward=True"
 
     def __init__(
@@ -95,7 +97,7 @@ class InBackward(Subscriber):
         self._check_edits = check_edits
         self._unit_of = {id(buffer): unit for unit in schedule.units for buffer in unit.buffers}
         self._landed: list[tuple[Accumulator, set[int], Work]] = []  # the oldest first
-        self._updated: list[Buffer] = []  # by the running backward
+        self.step = Updates()
         self._words: list[str] = []  # the options that it steps with, optimizer by optimizer
         self.awaited: set[int] = set()  # numbers of the optimizers whose step() is to end what a backward has done
         gradients.refuse = _gone
@@ -183,7 +185,7 @@ class InBackward(Subscriber):
                 buffer.close()
                 buffer.release()
             buffer.edits.follow(asked=False)  # the update itself makes older graphs old
-            self._updated.append(buffer)
+            self.step.buffers.append(buffer)
             for binding in bindings:
                 try:
                     _step(binding, accumulator, having)
@@ -194,14 +196,14 @@ class InBackward(Subscriber):
 
     def ended(self) -> None:
         """Send all that this backward has updated to every rank."""
-        publish(sorted(self._updated, key=_index), overlap=self.schedule.settings.overlap)
+        publish(sorted(self.step.buffers, key=_index), overlap=self.schedule.settings.overlap)
         for unit in self.schedule.units:
             if unit.pinned:
                 unit.gather(wait=True)
-        if self._updated:
+        if self.step.begun:
             self.awaited = {binding.number for binding in self.bindings}
         if self.group.failed is None:  # else the step stays half done, and all ranks hear of it at their next meeting
-            self._updated.clear()
+            self.step.abandon()
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
@@ -257,25 +259,25 @@ class InBackward(Subscriber):
     def abandon(self) -> None:
         self._landed.clear()
 
-    @property
-    def step(self) -> InBackward:
-        return self
+
+class Updates(Transaction):
+    """The buckets that a backward has updated and not sent yet. By itself no exception ends it: its backward does."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
 
     @property
-    def stepping(self) -> bool:
-        return bool(self._updated)
+    def begun(self) -> bool:
+        return bool(self.buffers)
 
-    def elsewhere(self) -> bool:
-        return False  # nor this
-
-    def interrupted(self) -> bool:
-        return False  # by itself: it goes with its backward
+    def running(self) -> bool:
+        return True
 
     def torn(self) -> bool:
-        return bool(self._updated)
+        return self.begun
 
-    def forget_step(self) -> None:
-        self._updated.clear()
+    def abandon(self) -> None:
+        self.buffers.clear()
 
 
 def _gone(name: str, what: object) -> StateError:

@@ -33,6 +33,7 @@ from .hooks import closure_at, hook_steps, refuse_alone, stay_last
 from .options import Options, same
 from .publish import publish
 from .schedule import Schedule
+from .transaction import Transaction
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
 
@@ -53,7 +54,7 @@ class StepWatcher(Protocol):
         """Refuse parameters of an added group that this optimizer cannot update."""
 
 
-class Binding:
+class Binding(Transaction):
     """One optimizer's hooks, fragments and place in a step."""
 
     def __init__(
@@ -87,7 +88,6 @@ class Binding:
         self._updated: list[Buffer] = []  # what the running step updates
         self.edited: set[int] = set()  # buckets whose fragments were written to outside a step: the others must hear it
         self._skips = False  # does the running step pass over its update?
-        self._call: Call | None = None  # the running step, until its end
         self._lent = False  # does its closure run, which is the program's?
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
         self.states = States(optimizer, number, self.group)
@@ -196,7 +196,7 @@ class Binding:
             self.edited.add(buffer.bucket.index)
             if buffer.updating.on_demand:
                 buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to the place of all absent elements
-                if any(step.stepping for step in self.schedule.watcher.optimizers()):
+                if any(step.begun for step in self.schedule.watcher.steps()):
                     continue  # an exception has ended a step, which wrote to them
                 self.group.report(
                     StateError(
@@ -231,7 +231,7 @@ class Binding:
             )
         if self._nested():
             return None
-        self._call, self._bound_now = Call(_STEP), False
+        self.call, self._bound_now = Call(_STEP), False
         self.group.ledger.end("step")  # of a step that an exception left
         self.group.ledger.begin("step")
         self.gradients.uncalled.discard(self.number)
@@ -269,26 +269,15 @@ class Binding:
         return args, {**kwargs, at: bound}
 
     @property
-    def stepping(self) -> bool:
-        """True while a step is under way, and after an exception ended one."""
-        return self._call is not None
-
-    def elsewhere(self) -> bool:
-        return self._call is not None and self._call.elsewhere()
-
-    def interrupted(self) -> bool:
-        return self._call is not None and not self._call.running()
-
-    @property
     def busy(self) -> bool:
-        return self.stepping and not (self._lent or self.interrupted())
+        return self.running() and not self._lent
 
     def torn(self) -> bool:
         return self._marks is not None and self._versions() != self._marks
 
-    def forget_step(self) -> None:
+    def abandon(self) -> None:
         """Drop a step that an exception ended: it had not begun to update, or all was loaded anew."""
-        self._call = self._marks = None
+        self.call = self._marks = None
 
     def _versions(self) -> int:
         """Count the writes so far to all that a step updates: fragments and states."""
@@ -298,7 +287,7 @@ class Binding:
 
     def _nested(self) -> bool:
         """Tell if a running step of the same optimizer calls this one (`super().step()`: torch hooks both)."""
-        return self._bound_now and self._call is not None and Call(_STEP) != self._call and self._call.running()
+        return self._bound_now and self.call is not None and Call(_STEP) != self.call and self.call.running()
 
     def _begin(self) -> None:
         self.schedule.before_step()
@@ -402,7 +391,7 @@ class Binding:
         )
         self.averages.drop_copies()
         self.states.count(changed=True)
-        self._call = self._marks = None
+        self.call = self._marks = None
         self.group.progress.steps += 1
         self.group.ledger.end("step")
 

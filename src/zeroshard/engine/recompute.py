@@ -49,7 +49,7 @@ class _Segment:
         schedule, unit = self._schedule(), self._unit
         if schedule is None:
             return None
-        if in_backward() and not schedule.inside(unit):
+        if in_backward() and not schedule.forward.inside(unit):
             try:
                 schedule.enter(unit, unit.module, (), {})  # torch runs this again, and not the module with its hooks
             except BaseException:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import re
@@ -25,35 +24,24 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PeerError, ReleasedError, StateError
-from ..events import Event, ends
 from ..layout import Bucket
 from ..numerics import Precision
 from ..ranks.calls import Call
 from ..ranks.comm import Comm
 from .backward import Backward, in_backward
 from .buffer import Buffer
+from .forward import Forward, Frame
 from .gradient import Gradients
 from .guard import SavedTensors, outside, refuse_inside, weak
 from .reduction import Reduction
 from .script import Script
+from .transaction import Transaction
 from .unit import Unit, profiled
 
 log = logging.getLogger("zeroshard")
 
 # What dynamo says where it is not to break a graph.
 NO_GRAPH = "zeroshard gathers and releases weights between graphs: compile blocks, or leave fullgraph=True out"
-
-
-@dataclasses.dataclass
-class Frame:
-    """One running forward of a unit."""
-
-    unit: Unit
-    recompute: bool
-    opened: list[Unit] = dataclasses.field(default_factory=list)
-    pushed: bool = False
-    event: Event | None = None
-    profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
 
 
 class ForwardWatcher(Protocol):
@@ -74,31 +62,11 @@ class ForwardWatcher(Protocol):
     def publish(self) -> None:
         """Send buckets whose fragments were edited on any rank to every rank. All ranks call it together."""
 
-    def optimizers(self) -> Sequence[Step]:
-        """Return the optimizers, each of which may be in a step."""
+    def steps(self) -> Sequence[Transaction]:
+        """Return the steps that may be under way: one for each optimizer."""
 
     def boundary(self) -> None:
         """Run actions that belong between two steps, where all ranks are at the same place."""
-
-
-class Step(Protocol):
-    """An optimizer that may be in a step."""
-
-    @property
-    def stepping(self) -> bool:
-        """True while it is in a step, and after an exception ended one."""
-
-    def elsewhere(self) -> bool:
-        """Tell if another thread runs its step."""
-
-    def interrupted(self) -> bool:
-        """Tell if an exception ended its step."""
-
-    def torn(self) -> bool:
-        """Tell if it has begun to update the weights, and has not completed that."""
-
-    def forget_step(self) -> None:
-        """Drop a step that an exception ended."""
 
 
 class Schedule:
@@ -131,11 +99,8 @@ class Schedule:
         self.backward = Backward(units, gradients, reduction, self.script, self.meet, releases=self.releases)
         self._cast_to = precision.param_dtype
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
-        self._frames: list[Frame] = []
-        self._outermost: Call | None = None  # of a module, whose forward is the first of them
+        self.forward = Forward(units, saved, self.ledger, releases=settings.release_after_forward)
         self.averages_in = False  # are the weights a moving average's, for a while?
-        self._grad_forward = False  # was the running root forward called in grad mode?
-        self._alone: Unit | None = None  # the unit of a running root forward that no other rank need take part in
         group.party = self
         self._buffers = [buffer for unit in units for buffer in unit.buffers]
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
@@ -177,21 +142,21 @@ class Schedule:
             self.group.cross()
         if recompute:
             self.backward.event()
-        elif self._outermost is None or not self._outermost.running():
+        elif not self.forward.running():
             self.group.refuse_within()
             if torch.is_grad_enabled():
                 self.watcher.boundary()
             with self.group.as_one():
                 self._begin_forward(unit)
-            self._outermost = Call(nn.Module._call_impl)
+            self.forward.call = Call(nn.Module._call_impl)
         frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
-        self._frames.append(frame)
+        self.forward.frames.append(frame)
         for needed in (unit, *unit.borrows):
             self._demand(needed)
             frame.opened.append(needed)
             needed.open_calls += 1
             needed.open()
-        unit.calls += not recompute and (torch.is_grad_enabled() or self._grad_forward)
+        unit.calls += not recompute and (torch.is_grad_enabled() or self.forward.grad)
         if self.releases and torch.is_grad_enabled():
             frame.pushed = self.saved.push()
         verb = "recompute" if recompute else "forward"
@@ -202,75 +167,44 @@ class Schedule:
 
     def cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Cast floating inputs to the parameters' dtype, right after `enter`."""
-        if self._cast_everywhere or (len(self._frames) == 1 and not self._frames[0].recompute):
+        if self._cast_everywhere or (len(self.forward.frames) == 1 and not self.forward.frames[0].again):
             return tree_map_only(Tensor, self._cast, (args, kwargs))  # type: ignore[no-any-return]
         return None
 
     def _elsewhere(self, unit: Unit | None = None) -> bool:
         """Tell if another thread computes with this model. A forward there may have this thread compute `unit`, a part
         of it: then not."""
-        if self._outermost is not None and self._outermost.elsewhere():
-            if unit is None or not self._frames or unit is self._frames[0].unit:
+        if self.forward.elsewhere():
+            frames = self.forward.frames
+            if unit is None or not frames or unit is frames[0].unit:
                 return True
-            return all(module is not unit.module for module in self._frames[0].unit.module.modules())
-        backward = self.backward.call is not None and self.backward.call.elsewhere()
-        return backward or any(step.elsewhere() for step in self.watcher.optimizers())
+            return all(module is not unit.module for module in frames[0].unit.module.modules())
+        return any(each.elsewhere() for each in self.transactions)
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """End a unit's forward, after its normal end or an exception."""
         refused = not in_backward() and self._elsewhere(unit)
-        if not refused and any(frame.unit is unit for frame in self._frames):  # else it was refused before it began
+        if not refused and self.forward.has(unit):  # else it was refused before it began
             # After a loss there is nothing to wait for, and the error that is under way has said so.
             with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
-                frame = self._unwind(unit)
-                if not (frame.recompute or self._frames):
+                frame = self.forward.unwind(unit)
+                if not (frame.again or self.forward.frames):
                     self._end_forward(output)
-
-    def _unwind(self, unit: Unit | None) -> Frame:
-        """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""
-        while self._frames:
-            frame = self._frames.pop()
-            frame.profiled.__exit__(None, None, None)
-            ends(frame.event)
-            if frame.pushed:
-                self.saved.pop()
-            for needed in frame.opened:
-                needed.open_calls -= 1
-                needed.close()
-                if not frame.recompute and self.settings.release_after_forward:
-                    needed.release()
-            if not self._grad_forward:
-                self._drop_casts(frame.unit)
-            if frame.unit is unit:
-                break
-        if not self._frames:
-            self._outermost = self._alone = None
-        return frame
-
-    def _drop_casts(self, unit: Unit) -> None:
-        """Clear autocast's cache, which keeps a 16-bit copy of each weight until autocast ends, after a forward without
-        grad: the cache is then all that it holds of released weights.
-
-        Never in a forward with grad, checkpointed ones included: autograd adds up a weight's gradients in 16 bits at
-        its one copy, so each further copy changes the bits. A graph that waits for its backward may share them, too.
-        """
-        if unit.released and not any(each.calls for each in self.units):
-            torch.clear_autocast_cache()
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._cast_to) if tensor.is_floating_point() else tensor
 
     def _begin_forward(self, unit: Unit) -> None:
         self.recover()
-        self._grad_forward = torch.is_grad_enabled()
-        training = self.watcher.sends_always or (self._grad_forward and unit.module.training)
+        self.forward.grad = torch.is_grad_enabled()
+        training = self.watcher.sends_always or (self.forward.grad and unit.module.training)
         # What gathers nothing and sends nothing, a rank may do alone.
-        quiet = not (self._grad_forward or self.watcher.sends_always)
+        quiet = not (self.forward.grad or self.watcher.sends_always)
         alone = quiet and self.releases and any(each.pinned for each in self.units)
         if alone and (missing := [each for each in (unit, *unit.borrows) if each.released and not each.pinned]):
             self._say_missing(missing[0])
             alone = False
-        self._alone = unit if alone else None
+        self.forward.alone = unit if alone else None
         compared = not quiet or (self.releases and not alone)
         if compared:
             self._meet_for_forward(unit, training)
@@ -286,21 +220,17 @@ class Schedule:
         self.ledger.begin("forward")
         try:
             self.watcher.before_forward(training, compared=compared)
-            if self._alone is None:
+            if self.forward.alone is None:
                 self.flush_pinned()
         except BaseException:
             self.ledger.end("forward")
             raise
-        if self.releases and self._alone is None:
-            self.script.begin((self._kind, unit.index))
-
-    @property
-    def _kind(self) -> str:
-        return "forward" if self._grad_forward else "forward without grad"
+        if self.releases and self.forward.alone is None:
+            self.script.begin((self.forward.kind, unit.index))
 
     def _meet_for_forward(self, unit: Unit, training: bool) -> None:
         alike, words = self.watcher.alike(training)
-        self.meet(self._kind, self.group.number("forward"), unit.index, training, alike, facts=words)
+        self.meet(self.forward.kind, self.group.number("forward"), unit.index, training, alike, facts=words)
 
     def _say_missing(self, unit: Unit) -> None:
         """Note for other ranks, if they are at something else, that this rank's forward needs this unit."""
@@ -309,14 +239,14 @@ class Schedule:
 
     def _demand(self, unit: Unit) -> None:
         """Gather a unit that is needed now: if it is not gathered, a forward of this rank alone becomes all ranks'."""
-        if self._alone is not None and unit.released and not unit.pinned:
-            begun, self._alone = self._alone, None
+        if self.forward.alone is not None and unit.released and not unit.pinned:
+            begun, self.forward.alone = self.forward.alone, None
             self._say_missing(unit)
             with self.group.as_one():
                 self._meet_for_forward(begun, False)
                 self.watcher.before_forward(False, compared=True)
                 self.flush_pinned()
-                self.script.begin((self._kind, begun.index))
+                self.script.begin((self.forward.kind, begun.index))
         self.script.demand(unit)
 
     def _end_forward(self, output: Any) -> None:
@@ -336,14 +266,14 @@ class Schedule:
         for unit in self.units:
             if unit.touched:
                 unit.close()
-                unit.touched = self._grad_forward
-            if self.settings.release_after_forward or not self._grad_forward:
+                unit.touched = self.forward.grad
+            if self.settings.release_after_forward or not self.forward.grad:
                 unit.release()
-        if self._grad_forward:
+        if self.forward.grad:
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
                     leaf.register_hook(weak(self.backward.event))
-        self._grad_forward = False
+        self.forward.grad = False
 
     def flush_pinned(self) -> None:
         """Copy edits made so far inside gathered() to the shards, or the coming gathers would undo them."""
@@ -351,10 +281,6 @@ class Schedule:
             if unit.pinned:
                 for buffer in unit.released:
                     buffer.edits.follow()
-
-    def inside(self, unit: Unit) -> bool:
-        """Tell if the innermost running forward is this unit's."""
-        return bool(self._frames) and self._frames[-1].unit is unit
 
     # --- touches and saved weights ----------------------------------------------------------------------------------
 
@@ -366,7 +292,7 @@ class Schedule:
             return
         if in_backward():
             self.backward.event()
-        elif not self._frames:
+        elif not self.forward.frames:
             name = buffer.bucket.slots[index].name
             raise ReleasedError(
                 "a sharded parameter was read while it is not gathered",
@@ -408,19 +334,22 @@ class Schedule:
 
     # --- an exception -----------------------------------------------------------------------------------------------
 
+    @property
+    def transactions(self) -> list[Transaction]:
+        """Everything that all ranks end together after an exception, the outermost first."""
+        return [*self.watcher.steps(), self.backward]
+
     def recover(self) -> None:
         """End what an exception in the last forward, backward or step left under way, with all ranks."""
         self.group.check_process()
         self.group.check_stream()
         refuse_inside("a call of zeroshard's, or a step,")
         self.watcher.notice(replaced=True)  # before anything is released: that would undo writes
-        if self._frames and (self._outermost is None or not self._outermost.running()):
-            self._unwind(None)  # an interrupt went past every hook
-            self.ledger.end("forward")
-        steps = [step for step in self.watcher.optimizers() if step.interrupted()]
-        backward = self.backward.begun and not in_backward()
-        segment = self.script.active and not self._frames and not self.backward.begun
-        if self.group.interrupted or backward or segment or steps:
+        if self.forward.begun and not self.forward.running():
+            self.forward.abandon()  # an interrupt went past every hook
+        segment = self.script.active and not (self.forward.begun or self.backward.begun)
+        left = any(each.begun and not each.running() for each in self.transactions)
+        if self.group.interrupted or segment or left:
             self.group.level(self._trouble())
 
     def _trouble(self) -> str:
@@ -430,7 +359,7 @@ class Schedule:
         return self.group.progress.trouble or f"an exception ended what came after {self.group.progress.met}"
 
     def unsettled(self) -> bool:
-        return self.backward.begun or self.reduction.busy or any(step.stepping for step in self.watcher.optimizers())
+        return self.reduction.busy or any(each.begun for each in self.transactions)
 
     def edits(self) -> str:
         return repr(self.gradients.edits)
@@ -453,15 +382,14 @@ class Schedule:
         self.reduction.order = sorted(self.reduction.contributions, reverse=True)
         if drop:
             self.reduction.abort()
-        for step in self.watcher.optimizers():
-            if step.torn():
+        for each in self.transactions:
+            if each.torn():
                 torn = f"an exception ended step {self.group.progress.steps + 1} while it updated the weights"
                 if self.group.ranks > 1:
                     self.group.torn = torn
                 else:
                     log.warning("%s: one rank goes on, as in plain PyTorch; zero.load(...) has those of a step", torn)
-            step.forget_step()
-        self.backward.forget()
+            each.abandon()
 
     def spread(self) -> None:
         for buffer in self._buffers:

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..ranks.transport import Work
 from .accumulator import Accumulator
 from .buffer import Buffer
+from .transaction import Transaction
 
 
 class Subscriber:
@@ -31,6 +32,7 @@ class Subscriber:
     second: tuple[str, str] | None = None  # what it does with a first gradient, and what else to write, for an error
     skipped = 0  # steps that it passed over
     last: Any = None  # what it found last: why it passed over a step
+    step: Transaction | None = None  # its part of a step, if an exception may leave that half done
 
     def words(self, *, local: bool) -> str:
         """Describe, as a backward begins (`local`: under no_sync), what must be equal on all ranks for this feature."""
@@ -82,11 +84,6 @@ class Subscriber:
     def mark(self) -> int:
         """A number that ranks compare as they meet for a checkpoint; -1: none."""
         return -1
-
-    @property
-    def step(self) -> Any:
-        """Its part of a step, if an exception may leave that half done (`schedule.Step`); else None."""
-        return None
 
     def abandon(self) -> None:
         """End a backward that an exception has ended."""

@@ -29,8 +29,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple, NoReturn, cast
+from contextlib import suppress
+from typing import Any, NamedTuple, NoReturn
 
 from ..ended import at_end_of
 from ..errors import PeerError
@@ -39,6 +39,7 @@ log = logging.getLogger("zeroshard")
 
 PATIENCE = 10.0  # seconds, after which a rank that waits for others to come says so
 ANSWERS = 1.0  # seconds that a peer has to answer
+AT_ONCE = 256  # questions that a rank has under way
 TRIES = 5  # questions in a row that a peer must leave unanswered, where the network may have lost one
 _LONGEST = 1 << 20  # bytes of a question or an answer
 
@@ -271,39 +272,73 @@ def lose(watch: Watch, lost: dict[int, str], error: BaseException | None = None)
     ) from error
 
 
+class _Asked:
+    """A question on its way to one peer, and what has come of its answer."""
+
+    def __init__(self, rank: int, address: Address) -> None:
+        self.rank, (host, port, self.token) = rank, address
+        self.until = time.monotonic() + ANSWERS
+        self.heard = b""
+        self.connection = socket.socket()
+        self.connection.setblocking(False)
+        number = self.connection.connect_ex((host, port))
+        if number not in (0, errno.EINPROGRESS):
+            self.connection.close()
+            raise OSError(number, os.strerror(number))
+
+    def send(self, message: dict[str, Any]) -> None:
+        if number := self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(number, os.strerror(number))
+        self.connection.sendall(json.dumps({**message, "token": self.token}).encode() + b"\n")
+
+    def hear(self) -> Answer | None:
+        """Take in what has come; return the answer once all of it has."""
+        part = self.connection.recv(_LONGEST)
+        self.heard += part
+        more = part and not part.endswith(b"\n") and len(self.heard) < _LONGEST
+        return None if more else _understood(self.heard)
+
+
 def _ask(addresses: dict[int, Address], message: dict[str, Any]) -> dict[int, Answer]:
-    """Ask all addresses at once on this thread: an interpreter on its way out cannot start another."""
+    """Ask all addresses on this thread, for an interpreter on its way out cannot start another; `AT_ONCE` at a time,
+    for a process may often have no more than 1,024 files open."""
     answers: dict[int, Answer] = {}
-    heard = dict.fromkeys(addresses, b"")
-    deadline = time.monotonic() + ANSWERS
-    with selectors.DefaultSelector() as selector, ExitStack() as open_sockets:
-        for rank, (host, port, _) in addresses.items():
-            connection = open_sockets.enter_context(socket.socket())
-            connection.setblocking(False)
-            number = connection.connect_ex((host, port))
-            if number in (0, errno.EINPROGRESS):
-                selector.register(connection, selectors.EVENT_WRITE, rank)
-            else:
-                answers[rank] = _failed(OSError(number, os.strerror(number)))
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, event in selector.select(left):
-                rank, connection = key.data, cast(socket.socket, key.fileobj)
-                try:
-                    if event & selectors.EVENT_WRITE:
-                        if number := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                            raise OSError(number, os.strerror(number))
-                        connection.sendall(json.dumps({**message, "token": addresses[rank][2]}).encode() + b"\n")
-                        selector.modify(connection, selectors.EVENT_READ, rank)
-                        continue
-                    part = connection.recv(_LONGEST)
-                    heard[rank] += part
-                    if part and not part.endswith(b"\n") and len(heard[rank]) < _LONGEST:
-                        continue
-                    answers[rank] = _understood(heard[rank])
-                except OSError as error:
-                    answers[rank] = _failed(error)
-                selector.unregister(connection)
-    return {rank: answers.get(rank, Answer(SILENT)) for rank in addresses}
+    unasked = [*addresses][::-1]
+    with selectors.DefaultSelector() as selector:
+
+        def answered(asked: _Asked, answer: Answer) -> None:
+            answers[asked.rank] = answer
+            selector.unregister(asked.connection)
+            asked.connection.close()
+
+        try:
+            while unasked or selector.get_map():
+                while unasked and len(selector.get_map()) < AT_ONCE:
+                    rank = unasked.pop()
+                    try:
+                        asked = _Asked(rank, addresses[rank])
+                        selector.register(asked.connection, selectors.EVENT_WRITE, asked)
+                    except OSError as error:
+                        answers[rank] = _failed(error)
+                under_way: list[_Asked] = [key.data for key in selector.get_map().values()]
+                now = time.monotonic()
+                for asked in under_way:
+                    if asked.until <= now:
+                        answered(asked, Answer(SILENT))
+                for key, event in selector.select(max(min((e.until for e in under_way), default=now) - now, 0.0)):
+                    asked = key.data
+                    try:
+                        if event & selectors.EVENT_WRITE:
+                            asked.send(message)
+                            selector.modify(asked.connection, selectors.EVENT_READ, asked)
+                        elif (answer := asked.hear()) is not None:
+                            answered(asked, answer)
+                    except OSError as error:
+                        answered(asked, _failed(error))
+        finally:
+            for key in [*selector.get_map().values()]:
+                key.data.connection.close()
+    return answers
 
 
 def _failed(error: OSError) -> Answer:

@@ -29,7 +29,7 @@ from torch import Tensor
 from ..digests import raw
 from ..errors import CheckpointError, UserError
 from ..strips import ONE_STRIP, Strips
-from .files import BLOCK, DTYPES, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
+from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
 from .parts import nearest, rank_of, read_part
 
 FORMAT, VERSION = "zeroshard checkpoint", 2
@@ -205,8 +205,8 @@ class Saved:
         try:
             found = [each for each in self._beside if each[2].file == file]
             for name, state, start, stop, offset in self._list(part["fragments"]):
-                key, count = self._key(name, state), self._count(stop) - self._count(start)
-                stored = self._stored([count], DTYPES[self.dtypes[key]], file, offset, start, stop)
+                key = self._key(name, state)
+                stored = self._interval(self.dtypes[key], file, offset, start, stop)
                 self._add(key, stored)
                 found.append((*key, stored))
             digests = [self._text(each) for each in self._list(part["digests"])]
@@ -220,7 +220,9 @@ class Saved:
 
     def _add(self, key: tuple[str, str], stored: Stored) -> None:
         parts = self.cut[key]
-        at = bisect_right(parts, stored.start, key=lambda part: part.start)
+        at = len(parts)
+        if parts and parts[-1].start > stored.start:
+            at = bisect_right(parts, stored.start, key=lambda part: part.start)
         before, after = parts[at - 1] if at else None, parts[at] if at < len(parts) else None
         free = (before is None or before.stop <= stored.start) and (after is None or stored.stop <= after.start)
         if not (free and stored.start < stored.stop <= self._elements(key)):
@@ -355,6 +357,13 @@ class Saved:
         if stored.offset + nbytes(stored) > self.manifest["files"][file]["nbytes"]:
             raise self.damage(f"tensors inside {file}", f"offset {offset}, shape {stored.shape}")
         return stored
+
+    def _interval(self, dtype: torch.dtype, file: str, offset: Any, start: Any, stop: Any) -> Stored:
+        """Return elements [start, stop) of a state that is cut: as `_stored` does, for the many of them."""
+        count, at = self._count(stop) - self._count(start), self._count(offset)
+        if count < 0 or at + count * dtype.itemsize > self.files[file]["nbytes"]:
+            raise self.damage(f"tensors inside {file}", f"offset {offset}, elements {start} to {stop}")
+        return Stored(start, stop, (count,), dtype, file, at)
 
     # --- reading, every byte from a block whose digest is right -----------------------------------------------------
 

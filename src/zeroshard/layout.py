@@ -20,10 +20,9 @@ import heapq
 import itertools
 import math
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from .errors import UserError, nearest
@@ -291,15 +290,15 @@ class Partition:
         for bucket in self.buckets:
             assert bucket.along or bucket.size == self.ranks
             assert bucket.bounds[0] == 0 and bucket.bounds[-1] == bucket.numel
-            assert all(low <= high for low, high in pairwise(bucket.bounds)), bucket
+            assert list(bucket.bounds) == sorted(bucket.bounds), bucket
             end = 0
             for slot in bucket.slots:
                 assert slot.start >= end and slot.start % self.align == 0 and slot.stop <= bucket.numel, slot
                 end = slot.stop
-                for cut in bucket.bounds:
-                    inside = slot.start < cut < slot.stop
-                    assert not inside or (cut - slot.start) % self.align == 0, (slot, cut)
-                    assert not inside or (bucket.block and (cut - slot.start) % bucket.block == 0), (slot, cut)
+                cuts = bucket.bounds[bisect_right(bucket.bounds, slot.start) : bisect_left(bucket.bounds, slot.stop)]
+                step = math.gcd(*([cut - slot.start for cut in cuts] if slot.start else cuts))  # divides all of them
+                assert step % self.align == 0, (slot, cuts)
+                assert not cuts or (bucket.block and step % bucket.block == 0), (slot, cuts)
 
     @property
     def even(self) -> bool:
@@ -471,7 +470,8 @@ def _owned_bounds(packed: list[_Packed], _block: int, ranks: int) -> list[tuple[
 
 
 def _even_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:
-    return [tuple(rank * _round_up(-(-p.numel // ranks), align) for rank in range(ranks + 1)) for p in packed]
+    sizes = [_round_up(-(-p.numel // ranks), align) for p in packed]
+    return [tuple(range(0, size * ranks + 1, size)) if size else (0,) * (ranks + 1) for size in sizes]
 
 
 def _model_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:

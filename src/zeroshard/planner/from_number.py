@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from ..events import DEVICE, HOST, NVME
 from ..headroom import BUFFERS, aligned
-from ..layout import BUCKET_MIB, Spec, partition
+from ..layout import BUCKET_MIB, Partition, Spec, partition
 from ..stage import Placements
 from . import advice, closed, files, instants, recipes, states, traffic
 from .advice import Change
@@ -30,11 +30,13 @@ def plan_params(numel: int, asked: Asked) -> Plan:
         )
         return traffic.shared(moves) if asked.shared else moves
 
+    cut = None if asked.units is None else _equal_units(numel, asked, asked.units)
+
     def of(stage: int) -> StagePlan:
         placements = asked.placements(stage)
         tiers = _shared_out(numel, group, placements, recipe, asked)
         at_rest = states.together(tiers)
-        found = tuple(_of_equal_units(numel, asked, placements))
+        found = () if cut is None else tuple(_instants(cut, asked, placements))
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found) if found else (None, None)
         on_disk = tiers.get(NVME, {})
         return StagePlan(
@@ -102,22 +104,23 @@ def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, 
     return {tier: found for tier, found in held.items() if found}
 
 
-def _of_equal_units(numel: int, asked: Asked, placements: Placements) -> list[instants.Instant]:
-    """List the instants of a model of `asked.units` equal units, cut into buckets; [] if their number is unknown."""
-    if asked.units is None:
-        return []
+def _equal_units(numel: int, asked: Asked, units: int) -> Partition:
+    """Lay out a model of so many equal units, cut into buckets."""
     itemsize = max(round(asked.recipe.parameters), 1)
-    unit = -(-numel // asked.units)
+    unit = -(-numel // units)
     assert asked.layout.bucket_mib is not None
     message = min(unit, int(asked.layout.bucket_mib * 2**20) // itemsize)
     sizes = [message] * (unit // message) + [unit % message] * (unit % message > 0)
     specs = [
         Spec(f"units.{number}.{part}", (size,), "element", itemsize, number + 1, True)
-        for number in range(asked.units)
+        for number in range(units)
         for part, size in enumerate(sizes)
     ]
-    names = ["root", *(f"units.{number}" for number in range(asked.units))]
-    cut = partition(specs, asked.layout, asked.ranks // asked.copies)
+    return partition(specs, asked.layout, asked.ranks // asked.copies)
+
+
+def _instants(cut: Partition, asked: Asked, placements: Placements) -> list[instants.Instant]:
+    names = ["root", *dict.fromkeys(bucket.slots[0].name.rpartition(".")[0] for bucket in cut.buckets)]
     return instants.instants(
         cut, placements, instants.item_sizes(asked.recipe), asked.ranks - 1, prefetch=asked.comm.prefetch,
         accumulate=asked.accumulate, no_sync=asked.no_sync, names=names, resting=asked.resting(cut),

@@ -318,6 +318,9 @@ def _reductions(
     contributions = _Counted() if shares else messages
     sums = _Sums(messages, contributions, replicas, updates.land)
     begun: dict[int, tuple[int] | None] = {}  # contributions, by bucket
+    units: dict[int, list[Bucket]] = {}
+    for bucket in trainable:
+        units.setdefault(bucket.unit, []).append(bucket)
 
     def begin(buckets: Iterable[Bucket]) -> None:
         for bucket in (each for each in buckets if each.index not in begun):
@@ -337,7 +340,7 @@ def _reductions(
     begin(trainable if no_sync else [])
     most: dict[int, dict[str, int]] = {}
     for bucket in reversed(trainable):
-        begin(other for other in trainable if other.unit == bucket.unit and other.index <= bucket.index)
+        begin(other for other in units[bucket.unit] if other.index <= bucket.index)
         sums.begin(sent(bucket))
         reduce = sum(each.nbytes for each in {messages, contributions})
         while found := sums.oldest(in_flight):

@@ -87,6 +87,7 @@ def write(folder: Path, ranks: int) -> dict[str, Any]:
         "largest part's bytes": max(os.path.getsize(each) for each in folder.glob("*.json") if each.name[0] == "r"),
         "a part's seconds, at most": max(seconds),
         "most that a rank tells": max(len(canonical(each)) for each in told),
+        "all tell": sum(len(canonical(each)) for each in told),
     }
 
 

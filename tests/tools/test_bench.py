@@ -19,6 +19,21 @@ def bench(module, *arguments, out):
     return json.loads((out / f"{name}.json").read_text()), (out / f"{name}.md").read_text(), done.stdout
 
 
+@pytest.mark.full
+def test_what_is_counted_of_thousands_of_ranks_is_in_the_documents():
+    program = """
+from bench import scale
+for what, how, text in scale.rows():
+    if how == "counted":
+        print(f"| {what} | {how} | " + " | ".join(text(ranks, {}) for ranks in scale.RANKS) + " |")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    told = done.stdout.splitlines()
+    assert len(told) == 6 and set(told) <= set((ROOT / "docs" / "scale.md").read_text().splitlines()), done
+
+
 @pytest.mark.slow
 def test_one_round_of_training(tmp_path):
     names = ["limit", "zeroshard 2"]

@@ -278,7 +278,7 @@ class _Asked:
     def __init__(self, rank: int, address: Address) -> None:
         self.rank, (host, port, self.token) = rank, address
         self.until = time.monotonic() + ANSWERS
-        self.heard = b""
+        self.answer = b""
         self.connection = socket.socket()
         self.connection.setblocking(False)
         number = self.connection.connect_ex((host, port))
@@ -294,9 +294,9 @@ class _Asked:
     def hear(self) -> Answer | None:
         """Take in what has come; return the answer once all of it has."""
         part = self.connection.recv(_LONGEST)
-        self.heard += part
-        more = part and not part.endswith(b"\n") and len(self.heard) < _LONGEST
-        return None if more else _understood(self.heard)
+        self.answer += part
+        more = part and not part.endswith(b"\n") and len(self.answer) < _LONGEST
+        return None if more else _understood(self.answer)
 
 
 def _ask(addresses: dict[int, Address], message: dict[str, Any]) -> dict[int, Answer]:

@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not i
 install: .venv/installed
 
 .venv/package: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -c constraints.txt -e . && touch $@
+	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -c constraints.txt -e '.[torch]' && touch $@
 
 .venv/installed: .venv/package ## what the tests and tools need beside the package
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@

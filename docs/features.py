@@ -160,7 +160,7 @@ FEATURES = {
     ),
     "tiers": Feature(
         r"\.here\(|on_demand|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\(",
-        ("tiers/tier.py", "tiers/nvme.py", "tiers/once.py"),
+        ("tiers/offload.py", "tiers/tier.py", "tiers/nvme.py", "tiers/once.py"),
         r"unit\.ahead|def on_demand",
         ("ranks/groups.py", "ranks/link.py"),
     ),

@@ -18,11 +18,9 @@ ledger     bytes held now, by state, and bytes moved, by verb
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
-
-if sys.platform != "linux":  # files, processes and memory are asked for in Linux' own ways
-    raise ImportError(f"zeroshard runs on Linux only, and this is {sys.platform}")
 
 if TYPE_CHECKING:
     from .api import Zero as Zero
@@ -35,14 +33,17 @@ if TYPE_CHECKING:
     from .numerics import Precision as Precision
     from .planner.plan import plan as plan
     from .ranks.comm import Comm as Comm
-    from .tiers.tier import Offload as Offload
+    from .tiers.offload import Offload as Offload
     from .worlds.world import world as world
+
+ANYWHERE = "Comm", "Error", "Layout", "Offload", "plan"  # without torch, and off Linux
+EXTRA = "torch", "numpy", "safetensors", "xxhash"  # what `pip install "zeroshard[torch]"` brings
 
 _HOME = {
     "Comm": "ranks.comm",
     "Error": "errors",
     "Layout": "layout",
-    "Offload": "tiers.tier",
+    "Offload": "tiers.offload",
     "Precision": "numerics",
     "Zero": "api",
     "apart": "engine.apart",
@@ -68,12 +69,34 @@ __all__ = [
     "world",
 ]
 __version__ = "0.1.0"
+OLDEST = 2, 11  # torch, as in pyproject.toml
+
+
+def check_place(what: str) -> None:
+    """Raise `ImportError` for what trains where nothing can be trained: off Linux, or without a torch that it knows."""
+    if sys.platform != "linux":  # files, processes and memory are asked for in Linux' own ways
+        raise ImportError(f"{what} runs on Linux only, and this is {sys.platform}; `zeroshard plan` works here")
+    if any(importlib.util.find_spec(each) is None for each in EXTRA):
+        raise ImportError(missing(what))
+    import torch
+
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise ImportError(f"{what} needs torch {'.'.join(map(str, OLDEST))} or newer, and this is {torch.__version__}")
+
+
+def missing(what: str) -> str:
+    """Return the text that says what cannot be imported, and what brings it."""
+    absent = [each for each in EXTRA if importlib.util.find_spec(each) is None]
+    return f"{what} needs {' and '.join(absent)}: pip install 'zeroshard[torch]'"
 
 
 def __getattr__(name: str) -> Any:
     # Loaded on first use, so that `zeroshard --help` does not wait for torch.
     if name in _HOME:
         home = f"{__name__}.{_HOME[name]}"
+        if name not in ANYWHERE:
+            check_place(f"{__name__}.{name}")
         try:
             return getattr(importlib.import_module(home), name)
         except ModuleNotFoundError as error:

@@ -34,7 +34,7 @@ from .ranks.comm import Comm, Simulated
 from .ranks.together import first_writes
 from .sharded import COMPARING, Engine
 from .stage import Placements
-from .tiers.tier import Offload
+from .tiers.offload import Offload
 
 if TYPE_CHECKING:
     from .engine.finite import Finding

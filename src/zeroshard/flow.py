@@ -89,7 +89,6 @@ class Flow(Generic[S, M]):
         """sends: memory of contributions. waiting: how many more sums may be under way once this rank has its part."""
         self.scratch = Scratch(memory, "reduce")
         self.sends = self.scratch if sends is memory else Scratch(sends, "reduce")
-        self._both = self.scratch, self.sends
         self._waiting = waiting
         self._sent: list[S] = []
         self._landed: list[S] = []
@@ -153,9 +152,9 @@ class Flow(Generic[S, M]):
 
     def trim(self) -> None:
         """Give unused memory back."""
-        for each in self._both:
+        for each in (self.scratch, self.sends):
             each.trim()
 
     def give_back_all(self) -> None:
-        for each in self._both:
+        for each in (self.scratch, self.sends):
             each.give_back_all()

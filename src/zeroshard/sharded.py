@@ -47,7 +47,7 @@ from .numerics import Precision
 from .ranks.comm import Comm
 from .ranks.mesh import connect
 from .stage import placements
-from .tiers.tier import Offload
+from .tiers.offload import Offload
 
 log = logging.getLogger("zeroshard")
 Batch = TypeVar("Batch")

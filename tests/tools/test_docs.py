@@ -65,7 +65,7 @@ def test_the_first_screen_shows_what_its_program_prints(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert [block for block in fenced(README, "") if block.startswith("step")] == [done.stdout]
     first = README.partition("## ")[0]
-    assert "pip install ." in first and "docs/pictures/memory-dark.svg" in first
+    assert 'pip install ".[torch]"' in first and "docs/pictures/memory-dark.svg" in first
 
 
 def test_pictures_are_drawn_from_their_numbers(monkeypatch):

@@ -103,7 +103,7 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
     for state, text in places.items():
         if text == "nvme" and not path:
             raise InputError(f"--offload-{state} nvme needs a folder on a disk: --offload-path DIR")
-    from zeroshard.tiers.tier import Offload  # which loads torch
+    from zeroshard.tiers.offload import Offload
 
     def where(text: str) -> str | float:
         try:

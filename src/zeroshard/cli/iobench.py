@@ -37,7 +37,7 @@ from zeroshard.planner.disk import FORMAT, Disk
 from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import count
 from zeroshard.tiers import nvme
-from zeroshard.tiers.tier import Offload
+from zeroshard.tiers.offload import Offload
 
 PATTERNS = ("read", "write", "both")
 SLOT = 24 << 20  # bytes of one bucket's state, of the default layout

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import select
 import signal
 import sys
@@ -40,13 +39,21 @@ _told = threading.Event()  # this rank was told to end, and another thread is ab
 # The exception that ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal,
 # and if its own keep-alive thread drops the last reference, it tries to join itself and Python prints a traceback.
 _interruptions: list[BaseException] = []
-HANDLED_BY_AGENT = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)  # sent on to ranks
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR1)  # a rank that trains saves on these, and ends
+
+
+def _known(*names: str) -> tuple[signal.Signals, ...]:
+    return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)  # Windows lacks most
+
+
+HANDLED_BY_AGENT = _known("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")  # sent on to ranks
+PREEMPTING = _known("SIGTERM", "SIGUSR1")  # a rank that trains saves on these, and ends
 _noted: set[int] = set()  # signals with handlers that end the rank in their own time
 
 
 def check_ranks(ranks: int) -> None:
     """Refuse more local processes than this machine can hold, before the first is started."""
+    import resource  # where there is one
+
     memory = memory_of_machine()
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = {

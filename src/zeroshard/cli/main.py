@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+import zeroshard
 from zeroshard.cli import launch, output
 from zeroshard.cli.commands import looking, planning, training
 from zeroshard.cli.config import InputError, Launch, one_line
@@ -40,6 +41,7 @@ for command in (
     app.command()(command)
 app.command("io-bench")(planning.io_bench)
 app.add_typer(looking.ckpt, name="ckpt")
+COMMANDS = "train", "demo", "explain", "plan", "verify", "simulate", "doctor", "io-bench", "ckpt"
 
 # Functions of the ranks that a command starts: not commands for users, so that no suggestion names them.
 RANKS = {
@@ -52,8 +54,6 @@ SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong
 
 def _version(asked: bool) -> None:
     if asked:
-        import zeroshard
-
         print(f"zeroshard {zeroshard.__version__}")
         raise typer.Exit
 
@@ -104,7 +104,16 @@ def _run(words: list[str]) -> Any:
         module, name = RANKS[words[0]].split(":")
         return getattr(importlib.import_module(module), name)(words[1])
     _refuse_empty(words)
-    return app(standalone_mode=False)
+    command = f"zeroshard {words[0]}" if words and words[0] in COMMANDS else ""
+    try:
+        if command and words[0] != "plan" and sys.platform != "linux" and "--help" not in words:
+            zeroshard.check_place(command)
+        return app(standalone_mode=False)
+    except ImportError as error:
+        if not command or (sys.platform == "linux" and error.name not in zeroshard.EXTRA):
+            raise  # a job's own, say
+        what = f"{command} for this" if words[0] == "plan" else command
+        raise InputError(str(error) if error.name is None else zeroshard.missing(what)) from error
 
 
 def _refuse_empty(words: Sequence[str]) -> None:

@@ -28,7 +28,7 @@ from zeroshard.planner.overheads import CLIP, clipped, total
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, facts, simulate
 from zeroshard.planner.states import owned
 from zeroshard.stage import seat
-from zeroshard.tiers.tier import Offload
+from zeroshard.tiers.offload import Offload
 
 
 def show_simulation(

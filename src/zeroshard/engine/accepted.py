@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..layout import WHOLE, Layout, Partition, together
 from ..stage import Degree
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .buffer import Buffer
 from .fragment import check_cut
 from .optim import Binding

@@ -22,7 +22,8 @@ from ..ranks.comm import Comm
 from ..ranks.together import Together
 from ..resting import resting
 from ..stage import STATES, placements
-from ..tiers.tier import DeviceTier, HostTier, Offload, Tier
+from ..tiers.offload import Offload
+from ..tiers.tier import DeviceTier, HostTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
 from .buffer import Buffer, Place
 from .codec import Plain

@@ -21,7 +21,7 @@ from ..layout import BLOCK, Layout, Partition
 from ..numerics import Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .options import words
 from .unit import Managed
 

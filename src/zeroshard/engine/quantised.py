@@ -24,7 +24,7 @@ from ..events import ends
 from ..features import Feature
 from ..layout import Bucket, Partition
 from ..numerics import COMPUTED, Precision, same_bits, simulated
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .buffer import Buffer
 from .codec import Plain
 from .gathered import alias

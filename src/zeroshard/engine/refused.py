@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..layout import Layout
     from ..numerics import Precision
     from ..ranks.comm import Comm
-    from ..tiers.tier import Offload
+    from ..tiers.offload import Offload
 
 
 class Settings(NamedTuple):

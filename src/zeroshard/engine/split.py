@@ -27,7 +27,8 @@ from ..numerics import Precision, simulated
 from ..ranks.agreement import Group
 from ..resting import SPLIT_BITS, Master, master_of
 from ..stage import Placements
-from ..tiers.tier import DeviceTier, Offload, Rest, Tier
+from ..tiers.offload import Offload
+from ..tiers.tier import DeviceTier, Rest, Tier
 from .accepted import check_by_bucket
 from .codec import Plain
 from .flat import Flat

@@ -26,7 +26,7 @@ from ..errors import StateError, UserError
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .common import FOLDER, OWN, whole_state
 
 _OTHERS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}

@@ -27,7 +27,7 @@ from ..errors import StateError, UserError
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .common import FOLDER, OWN, params_of, whole_state
 
 REST = "fabric.ckpt"  # in a checkpoint's folder, beside one folder of zero.save for each module

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, StateError
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .common import FOLDER, OWN, params_of, whole_state
 
 REST = "lightning.ckpt"  # in a checkpoint's folder, beside FOLDER

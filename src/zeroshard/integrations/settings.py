@@ -17,7 +17,7 @@ from ..errors import UserError, check_local, nearest
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .config_keys import ACCELERATE, DEEPSPEED
 from .config_values import AUTO, Draft, Key
 

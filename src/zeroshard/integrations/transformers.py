@@ -26,7 +26,7 @@ from ..errors import CheckpointError, UserError
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .accelerate import ZeroAccelerator
 from .common import FOLDER, whole_state
 

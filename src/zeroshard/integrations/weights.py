@@ -32,7 +32,7 @@ from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..ranks.mesh import connect
 from ..ranks.together import Together
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .boxes import boxes
 
 INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 << 20  # bytes

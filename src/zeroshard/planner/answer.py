@@ -22,7 +22,7 @@ from .traffic import Links, Replicas, SlowLink, Traffic
 from .ways import Ways
 
 if TYPE_CHECKING:
-    from ..tiers.tier import Offload
+    from ..tiers.offload import Offload
 
 
 @dataclass(frozen=True)

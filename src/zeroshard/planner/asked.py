@@ -19,7 +19,7 @@ from .recipes import Fractions, Recipe
 
 if TYPE_CHECKING:
     from ..numerics import Precision
-    from ..tiers.tier import Offload
+    from ..tiers.offload import Offload
 
 
 class Asked(NamedTuple):

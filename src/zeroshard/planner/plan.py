@@ -22,7 +22,7 @@ from ..events import NVME
 from ..layout import Layout
 from ..ranks.comm import Comm
 from ..stage import STAGES, STATES, seat
-from . import from_number, from_shapes, machines, quantities, recipes, ways
+from . import from_number, from_shapes, gpus, machines, quantities, recipes, ways
 from .answer import Plan
 from .asked import Asked
 from .disk import load
@@ -33,7 +33,7 @@ from .quantities import whole
 
 if TYPE_CHECKING:
     from ..numerics import Precision
-    from ..tiers.tier import Offload
+    from ..tiers.offload import Offload
 
 UNITS_LIMIT = 1 << 12
 POLICIES = {"precision": "Precision", "layout": "Layout", "comm": "Comm", "offload": "Offload"}
@@ -58,6 +58,7 @@ def plan(
     bytes: str | None = None,
     optimizer: str | None = None,
     units: int | None = None,
+    gpu: str | None = None,
     gpu_mem: str | None = None,
     host_mem: str | None = None,
     gpus_per_node: int | None = None,
@@ -89,6 +90,7 @@ def plan(
     bytes: a formula instead of a preset: "parameters=2,gradients=2,master=4,m=4,v=4".
     optimizer: another optimizer's states in the preset, by a preset's name or as a class of torch.optim.
     units: with params, the number of equal blocks, for the peaks of a step.
+    gpu: a GPU by name, such as "h100-80": does it fit into what a process can fill of its memory (`gpus.py`)?
     gpu_mem: a budget such as "80GiB": does it fit, and what would? With `offload`, about what stays on the device.
     host_mem: a budget for one rank's share of host memory, such as "200GiB".
     gpus_per_node: GPUs of a node, to plan what one GPU's links inside and between nodes carry.
@@ -134,7 +136,7 @@ def plan(
         comm=talk,
         precision=precision,
         offload=offload,
-        gpu_mem=None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem"),
+        gpu_mem=_limit(gpu, gpu_mem),
         accumulate=accumulate,
         no_sync=bool(no_sync),
         units=units,
@@ -146,12 +148,28 @@ def plan(
         ep=ep or 1,
     )
     if job is not None:
-        return _compared(lambda asked: _plan_job(job, asked), asked, cluster)
+        found = _compared(lambda asked: _plan_job(job, asked), asked, cluster)
+        return _noted(found, gpu)
     asked = asked._replace(layout=asked.layout.on(accelerator=False))
     if params is not None:
-        return _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster)
+        found = _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster)
+        return _noted(found, gpu)
     assert shapes is not None
-    return _compared(lambda asked: from_shapes.plan_shapes(shapes, asked), asked, cluster)
+    return _noted(_compared(lambda asked: from_shapes.plan_shapes(shapes, asked), asked, cluster), gpu)
+
+
+def _limit(gpu: str | None, gpu_mem: str | None) -> int | None:
+    """Return the bytes of the device's memory that are asked about, if any are."""
+    if gpu is not None and gpu_mem is not None:
+        raise UserError(
+            "gpu and gpu_mem both say how much memory there is", got=f"gpu={gpu!r}, gpu_mem={gpu_mem!r}",
+            instead="one of the two",
+        )  # fmt: skip
+    return gpus.usable(gpu) if gpu is not None else None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem")
+
+
+def _noted(found: Plan, gpu: str | None) -> Plan:
+    return found if gpu is None else dataclasses.replace(found, notes=(gpus.note(gpu), *found.notes))
 
 
 def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **rest: Any) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from ..events import DEVICE, Event, Ledger
 from ..layout import Layout
 from ..numerics import LOW, Precision, divides_exactly
 from ..ranks.comm import Comm, Simulated
-from ..tiers.tier import Offload
+from ..tiers.offload import Offload
 from .from_number import RANKS_LIMIT
 from .job import Job, build, find, line_of
 from .optimizers import asked_with, probe

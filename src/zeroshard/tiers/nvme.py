@@ -37,7 +37,8 @@ from ..events import HOST, NVME, Ledger, ends
 from ..features import Feature
 from ..headroom import BUFFERS, aligned
 from ..numerics import same_bits, simulated
-from .tier import Offload, Rest, Tier, pages
+from .offload import Offload
+from .tier import Rest, Tier, pages
 
 BLOCK = 4 << 20  # bytes that one system call moves
 THREADS = 4  # reads and writes of a step are under way at once, and a disk likes a queue

@@ -1,13 +1,8 @@
-"""Tiers, in which states rest: the device, host memory, or (nvme.py) files. `Offload` says which, state by state.
+"""Tiers, in which states rest: the device, host memory, or (nvme.py) files. `offload.py` says which, state by state.
 
 A tier makes *rests*. A `Rest` is one state of one bucket: in memory it is a tensor and nothing more; in a file it is
 brought to memory for as long as a block `with rest.here():` runs, and written back. Code that computes with a state
 uses such a block, and need not know which tier it is in.
-
-ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) are rows of this table:
-
-    Offload(optimizer="cpu", gradients="cpu")                            ZeRO-Offload
-    Offload(optimizer="nvme", gradients="cpu", parameters="nvme", ...)   ZeRO-Infinity
 """
 
 from __future__ import annotations
@@ -17,147 +12,18 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..device import Event, asynchronous, blank, event, pin, sent
-from ..errors import UserError, check_local, nearest
-from ..events import DEVICE, HOST, NVME, SHARED, Ledger
-from ..fields import FLAG, Field, check_fields
+from ..events import DEVICE, HOST, Ledger
+from ..flow import Memory
 from ..headroom import PIECES
-from ..layout import Bucket
 from ..numerics import same_bits, simulated
-from ..stage import STATES
 from .pool import Pool, zeros
-
-NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME, "shared": SHARED}  # as users write them
-
-Where = str | float | Mapping[str, float]
-
-
-_FIELDS = {
-    "path": Field(
-        lambda given: isinstance(given, (str, os.PathLike)),
-        "is a folder",
-        instead=lambda _: 'Offload(..., path="/scratch")',
-    ).or_none(),
-    "digests": FLAG,
-}
-
-
-@dataclass(frozen=True)
-class Offload:
-    """The tier that each state rests in: "device", "cpu" (host memory) or "nvme" (files).
-
-    parameters: the shards at stage 3; at stages 0-2 every rank's copy. Brought to the device unit by unit.
-    gradients: the accumulators. optimizer: its states, and masters where there are any; it steps on the CPU.
-    Each may also be a number, the fraction of the bytes that rests in host memory (the rest stays on the device), or
-        fractions by tier: `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
-    path: where files go (needed for "nvme"): a folder on a local disk, not on tmpfs. Each rank makes a folder of its
-        own in it, and removes it at the end; what killed runs have left goes at the next start.
-    digests: check every block of every file that is read against a digest kept in memory (16 bytes per 4 MiB), so that
-        what another program has written there is an error and not a state.
-
-    `parameters="shared"`, at stages 1 to 3 on the CPU: one copy for all ranks of a host, in memory that they share.
-        Each writes the elements that it updates; an edit is its rank's until then, as in a copy of its own.
-
-    Costs nothing in bits: any choice gives the same ones, on the CPU. Beside a GPU the CPU's AdamW has other ones than
-        the GPU's, and these are the same at every stage. What it costs in time `zeroshard plan` says.
-    """
-
-    parameters: Where = "device"
-    gradients: Where = "device"
-    optimizer: Where = "device"
-    path: str | os.PathLike[str] | None = None
-    digests: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, _FIELDS)
-        for state in STATES:
-            fractions(state, getattr(self, state))
-        elsewhere = [state for state in STATES if SHARED in self.tiers(state)]
-        if elsewhere and (elsewhere != ["parameters"] or not self.once):
-            raise UserError(
-                "one copy for all ranks of a host is for parameters, and for all of them",
-                got=f"Offload({elsewhere[0]}={getattr(self, elsewhere[0])!r})",
-                instead='Offload(parameters="shared")',
-            )
-        on_disk = [state for state in STATES if NVME in self.tiers(state)]
-        if on_disk and self.path is None:
-            raise UserError(
-                f'Offload.{on_disk[0]} is "nvme", which needs a folder', expected="path=", got="None",
-                instead='Offload(..., path="/scratch")',
-            )  # fmt: skip
-        if self.path is not None:
-            check_local(self.path)
-        if not on_disk and (self.path is not None or not self.digests):
-            given = "path" if self.path is not None else "digests"
-            raise UserError(
-                f'Offload.{given} is for files, and nothing rests in "nvme"', got=repr(getattr(self, given)),
-                instead='Offload(optimizer="nvme", path="/scratch")',
-            )  # fmt: skip
-
-    @property
-    def in_files(self) -> bool:
-        """True if some state rests in files."""
-        return any(NVME in self.tiers(state) for state in STATES)
-
-    @property
-    def once(self) -> bool:
-        """True if one copy of the parameters serves all ranks of a host."""
-        return self.tiers("parameters") == {SHARED: 1.0}
-
-    def tiers(self, state: str) -> dict[str, float]:
-        """Return {tier: fraction of the state's bytes}; fractions add up to 1."""
-        return fractions(state, getattr(self, state))
-
-    def buckets(self, buckets: Sequence[Bucket]) -> list[dict[str, str]]:
-        """Return for each bucket the tier of each state."""
-        by_state = {
-            state: self._assign(state, [b.numel if b.trainable or state == "parameters" else 0 for b in buckets])
-            for state in STATES
-        }
-        return [{state: by_state[state][at] for state in STATES} for at in range(len(buckets))]
-
-    def _assign(self, state: str, sizes: Sequence[int]) -> list[str]:
-        """Assign each bucket to the tier that lacks most of its fraction, so that tiers alternate."""
-        wanted, placed = self.tiers(state), dict.fromkeys(self.tiers(state), 0)
-        chosen, seen = [], 0
-        for size in sizes:
-            seen += size
-            tier = max(wanted, key=lambda tier: wanted[tier] * seen - placed[tier])  # called in this turn
-            placed[tier] += size
-            chosen.append(tier)
-        return chosen
-
-
-def fractions(state: str, where: Where) -> dict[str, float]:
-    """Return a field of `Offload` as {tier: fraction}. Raises `UserError` for a value that is no such thing."""
-    if isinstance(where, str):
-        where = {where: 1.0}
-    elif isinstance(where, (int, float)) and not isinstance(where, bool):
-        where = {"cpu": float(where)}
-    if not isinstance(where, Mapping) or not all(type(part) in (int, float) for part in where.values()):
-        raise UserError(
-            f"Offload.{state} names a tier, or fractions", got=repr(where),
-            expected='"device", "cpu", "nvme", a number from 0 to 1, or {tier: fraction}',
-            instead='Offload(optimizer="cpu")',
-        )  # fmt: skip
-    for tier in where:
-        if tier not in NAMES:
-            raise UserError(f"Offload.{state} names no tier", got=repr(tier), instead=nearest(tier, NAMES))
-    rest = 1.0 - sum(where.values())
-    if not all(0 <= part <= 1 for part in where.values()) or rest < -1e-9 or (rest > 1e-9 and "device" in where):
-        raise UserError(
-            f"Offload.{state} has fractions that do not add up", got=repr(dict(where)),
-            expected="none below 0 and at most 1 together; what is missing stays on the device",
-        )  # fmt: skip
-    found = {NAMES[tier]: float(part) for tier, part in where.items() if part > 0}
-    return {**found, DEVICE: rest} if rest > 1e-9 else found
 
 
 class Rest:
@@ -323,7 +189,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(trim_threshold, 256 << 20)
 
 
-class DeviceTier(Tier):
+class DeviceTier(Tier, Memory[Tensor]):
     """Plain tensors on the compute device."""
 
     name = DEVICE
@@ -358,10 +224,6 @@ class DeviceTier(Tier):
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         return OnDevice(self.reserve(state, numel, dtype))
-
-    def again(self, tensor: Tensor) -> Tensor:
-        """Return memory for another message: that of the last one, which is through."""
-        return tensor
 
     def send(self, to: Tensor, values: Tensor) -> None:
         """Fill `to`, of the device, with values of the host, in the order of the current stream. They are cast on the

@@ -48,9 +48,10 @@ class Question:
     ] = None
     ranks: Annotated[int, option(COMMON, "Ranks that share the states.")] = 1
     stage: Annotated[int | None, unset(COMMON, "One stage. [dim]\\[default: all four][/dim]")] = None
-    gpu_mem: Annotated[
-        str | None, unset(COMMON, "80GiB, 80GB, 24576MiB: does it fit, and if not, what would?", "BUDGET")
+    gpu: Annotated[
+        str | None, unset(COMMON, "h100-80, a100-40, l4, ...: does it fit, and if not, what would?", "NAME")
     ] = None
+    gpu_mem: Annotated[str | None, unset(COMMON, "The same of 80GiB, 80GB, 24576MiB.", "BUDGET")] = None
     check: Annotated[
         bool, option(COMMON, "Run the job on local ranks too. Exit code 1 unless held = predicted.", "--check")
     ] = False

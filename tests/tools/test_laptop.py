@@ -1,0 +1,93 @@
+"""Plans where torch is not installed, and on another system than Linux; all else says what it needs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeroshard
+from zeroshard.errors import UserError
+from zeroshard.planner import gpus
+
+ROOT = Path(__file__).parents[2]
+NEEDS = "needs torch and numpy and safetensors and xxhash: pip install 'zeroshard[torch]'"
+ELSEWHERE = "runs on Linux only, and this is {}; `zeroshard plan` works here"
+
+
+def said(platform, *words):
+    """(The last line, the exit code) of the command there."""
+    command = [sys.executable, ROOT / "tests" / "laptop.py", platform, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return (done.stderr or done.stdout).rstrip().splitlines()[-1], done.returncode
+
+
+@pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--params 70B --ranks 64 --units 80 --gpu h200 --offload-optimizer cpu",
+        "--params 7B --ranks 8 --machine h100",
+        "--shapes docs/shapes/gpt2 --ranks 8 --optimizer adam-8bit",
+    ],
+)
+def test_a_plan_needs_no_torch_and_no_linux(platform, words):
+    """The same answer, to the last letter."""
+    there = subprocess.run(
+        [sys.executable, ROOT / "tests" / "laptop.py", platform, "plan", *words.split(), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    here = subprocess.run(
+        [sys.executable, "-m", "zeroshard", "plan", *words.split(), "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert there.stdout == here.stdout and len(there.stdout) > 1000
+
+
+def test_all_else_says_what_it_needs():
+    assert said("linux", "train") == (f"zeroshard: zeroshard train {NEEDS}", 2)
+    assert said("linux", "plan", "a:b") == (f"zeroshard: zeroshard plan for this {NEEDS}", 2)
+    assert said("linux", "ckpt", "inspect", "x") == (f"zeroshard: zeroshard ckpt {NEEDS}", 2)
+    assert said("darwin", "train") == (f"zeroshard: zeroshard train {ELSEWHERE.format('darwin')}", 2)
+    assert said("win32", "verify", "a:b") == (f"zeroshard: zeroshard verify {ELSEWHERE.format('win32')}", 2)
+    for platform in ("linux", "darwin", "win32"):
+        assert said(platform, "verify", "--help")[1] == said(platform, "--version")[1] == 0
+
+
+@pytest.mark.parametrize(("platform", "says"), [("darwin", ELSEWHERE.format("darwin")), ("linux", NEEDS)])
+def test_what_trains_says_what_it_needs_when_it_is_asked_for(monkeypatch, platform, says):
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert zeroshard.plan and zeroshard.Layout
+    with pytest.raises(ImportError) as error:
+        _ = zeroshard.shard
+    assert str(error.value) == f"zeroshard.shard {says}"
+
+
+def test_an_older_torch_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.__version__", "2.10.1+cpu")
+    with pytest.raises(ImportError, match="zeroshard.shard needs torch 2.11 or newer, and this is 2.10.1"):
+        _ = zeroshard.shard
+
+
+def test_a_gpu_by_name_is_what_tensors_can_have_of_it():
+    plan = zeroshard.plan(params=7e9, ranks=8, units=32, gpu="H100-80")
+    limit = int((79.1 * 2**30 - 2.5 * 2**30) * 0.97)
+    assert plan.gpu_mem == limit == gpus.usable("h100-80")
+    assert [stage.fits for stage in plan.stages] == [stage.peak <= limit for stage in plan.stages]
+    assert plan.notes[0] == gpus.note("H100-80") and "2.5 GiB are assumed" in plan.notes[0]
+    assert zeroshard.plan(params=7, gpu="h100").gpu_mem == limit
+    with pytest.raises(UserError, match="instead: a100-80 or a100-40"):
+        zeroshard.plan(params=7, gpu="a100")
+    with pytest.raises(UserError, match="did you mean 'h200'.*gpu_mem="):
+        zeroshard.plan(params=7, gpu="h201")
+    with pytest.raises(UserError, match="both say how much memory"):
+        zeroshard.plan(params=7, gpu="h200", gpu_mem="80GiB")

@@ -141,6 +141,7 @@ FEATURES = {
             "ranks/streams.py",
             "engine/options.py",
             "engine/moving.py",
+            "batches.py",
         ),
     ),
     "moving average": Feature(
@@ -150,7 +151,11 @@ FEATURES = {
     ),
     "join": Feature(
         r"\bjoined\(|import.*joined|\.silent\b|\.join\(batches|alike\.source|self\.source\b|comparing\.source",
-        homonyms=("ranks/watch.py", "engine/guard.py", "engine/finite.py"),
+        homonyms=("ranks/watch.py", "engine/guard.py", "engine/finite.py", "batches.py"),
+    ),
+    "batches": Feature(
+        r"(engine|running|self)\.batches\b|import Batches|\bBatches\b:|-> Batches|def batches|ngine\.position\b|self\.position: dict|\"batches\"|\.divisor\b|divisor: int",
+        ("batches.py",),
     ),
     "recompute": Feature(r"recompute", ("engine/recompute.py",)),
     "first value that is no number": Feature(
@@ -188,7 +193,7 @@ FEATURES = {
         r"|\.written\(|def written|\.replaced\(|def replaced|\.publish\(\)|def publish\(self\)|fingerprint|\.news\b|\.heard\b|telling\("
         r"|\bedited\b|make_way|generation\b|increment_version",
         ("engine/edits.py", "digests.py"),
-        r"self\.gradients\.edits|before\.replaced|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside"
+        r"reseed: bool|\"reseed\"|self\.gradients\.edits|before\.replaced|_edits_of_structure|take_edits|note_edit|_publish\(snap|publish\(beside"
         r"|max_norm edits|[Mm]ake the same edits",
         (
             "engine/undo.py",
@@ -197,6 +202,7 @@ FEATURES = {
             "checkpoint/saving.py",
             "ranks/neighbours.py",
             "ranks/shared_memory.py",
+            "batches.py",
         ),
     ),
     "torch.func": Feature(

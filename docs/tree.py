@@ -33,7 +33,7 @@ ORDER = (
     "engine/undo.py", "engine/assembly.py", "checkpoint/staging.py", "checkpoint/files.py",
     "checkpoint/parts.py", "checkpoint/manifest.py", "checkpoint/listed.py", "checkpoint/content.py",
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/on_signal.py", "checkpoint/loading.py",
-    "sharded.py", "api.py",
+    "batches.py", "sharded.py", "api.py",
 )  # fmt: skip
 AROUND = ("planner", "explain", "integrations", "cli", "worlds")  # rooms that use the core; nothing in it uses them
 OUTSIDE = {

@@ -51,7 +51,7 @@ def built_without(name, folder):
 
 
 def test_every_feature_that_settings_can_ask_for_has_a_program_here():
-    assert {name for name, (words, _) in features.FILES.items() if words} == {*ASKS, "engine.moving"}
+    assert {name for name, (words, _) in features.FILES.items() if words} == {*ASKS, "engine.moving", "batches"}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from .stage import Placements
 from .tiers.offload import Offload
 
 if TYPE_CHECKING:
+    from .batches import Batches
     from .engine.finite import Finding
     from .engine.moving import MovingAverage
     from .explain.document import Page
@@ -206,6 +207,42 @@ class Zero:
         """
         return self._engine.join(batches)
 
+    @_meeting
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        per_step: int,
+        size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        reseed: bool = True,
+        **loader: Any,
+    ) -> Batches:
+        """Give each rank its micro-batches of each step, so that a step has the same bits at any number of ranks.
+
+        for step in zero.batches(dataset, per_step=32, size=4): for batch in step: loss(batch).backward(); then clip,
+        step and zero_grad as always. Do not divide the loss: gradients are divided once, by the number of micro-batches
+        of the step, whether `per_step` can be divided by the number of ranks or not.
+
+        dataset: with len() and [index]. per_step: micro-batches of a step, on all ranks together. size: samples of one.
+        seed, shuffle: the order of samples, another one in each epoch. drop_last: leave out the last step of an epoch
+            if its samples are fewer; else it has fewer micro-batches.
+        reseed: begin each micro-batch with a random state of its own (torch's), so that dropout does not depend on the
+            number of ranks. What the program draws between steps is as if nothing had been drawn in them.
+        loader: of torch's DataLoader: num_workers, collate_fn, pin_memory, ...
+
+        Iterating yields the steps that are left of an epoch. `save` and `load` hold the place, for any number of ranks.
+        Collective.
+        """
+        settings = {"per_step": per_step, "size": size, "seed": seed, "shuffle": shuffle}
+        settings |= {"drop_last": drop_last, "reseed": reseed}
+        made = first("batches", self._engine, dataset, settings, loader)
+        if made is None:
+            raise absent("batches")
+        return cast("Batches", made)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip all gradients by their global norm (any order above 0, or inf). Returns it, the same on every rank.
 
@@ -313,7 +350,7 @@ class Zero:
             self._engine.meet_for_checkpoint("loading")
             engine = self._engine.model_state()
             loaded = loading.load(engine, path, strict=strict)
-        self._engine.seed = engine.seed
+        self._engine.seed, self._engine.position = engine.seed, None if self._engine.batches else loaded.batches
         self._engine.loaded()
         loading.warn_of_order(engine, path)
         return loaded

@@ -15,6 +15,7 @@
                division     whose parts of a gradient are sent one by one
     backward   subscriber   one that hears of each bucket's sum, of steps, checkpoints and loads
     Zero       average, met zero.average(), and what ranks compare of it
+               batches      zero.batches()
 
 No file of the core imports a feature's. Without that file all else works, and what asks for it is refused by name.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from .batches import Batches
     from .engine.accumulator import Accumulator
     from .engine.assembly import Assembly
     from .engine.buffer import Buffer
@@ -64,6 +66,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "tiers.once": ("Offload(parameters='shared')", lambda s: s.once),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
     "engine.moving": ("zero.average(...)", lambda s: False),
+    "batches": ("zero.batches(...)", lambda s: False),
     "engine.in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
 }
 
@@ -95,6 +98,9 @@ class Feature:
 
     def average(self, decay: float, engine: Any) -> MovingAverage | None:
         """Make a moving average of an engine's weights."""
+
+    def batches(self, engine: Any, dataset: Any, settings: dict[str, Any], loader: dict[str, Any]) -> Batches | None:
+        """Make the batches of an engine's run. loader: arguments of torch's `DataLoader`."""
 
     def met(self, what: str, marks: Sequence[int]) -> None:
         """Look at all ranks' `Subscriber.mark` as they meet for a checkpoint. Raises on every rank."""

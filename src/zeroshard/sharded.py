@@ -121,6 +121,8 @@ class Engine:
         self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
         self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
         self.moving: Any = None  # the average of its weights, if there is one
+        self.batches: Any = None  # its micro-batches, if it gives them out
+        self.position: dict[str, int] | None = None  # of a checkpoint's, until there are some
         self.on_signal: dict[int, Callable[[], object]] = {}  # actions once all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
@@ -391,7 +393,7 @@ class Engine:
         """Return the parts of this engine that a checkpoint is made of, and is loaded into."""
         parts = self.managed, self.buffers, self.bindings, self.group, self.stage, self.seed
         sources = self.group.sources if self.schedule.backward.was_local else 0
-        return ModelState(self.model, *parts, moving=self.moving, no_sync=sources)
+        return ModelState(self.model, *parts, moving=self.moving, batches=self.batches, no_sync=sources)
 
     def meet_for_checkpoint(self, what: str, *, weights: bool = True) -> None:
         self.schedule.recover()

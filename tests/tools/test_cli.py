@@ -240,7 +240,17 @@ def test_help_fills_its_lines(command, width):
 def test_plan_shows_the_common_options_first():
     shown = zeroshard("plan", "--help", TERM="dumb", COLUMNS="100").stdout
     names = re.findall(r"^\W*(--[a-z-]+)", shown.partition("Arguments")[2], re.MULTILINE)
-    assert names[:9] == ["--params", "--shapes", "--ranks", "--stage", "--gpu", "--gpu-mem", "--check", "--offload", "--help"]
+    assert names[:9] == [
+        "--params",
+        "--shapes",
+        "--ranks",
+        "--stage",
+        "--gpu",
+        "--gpu-mem",
+        "--check",
+        "--offload",
+        "--help",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ class ModelState:
                 self.places[slot.name] = buffer, slot
 
     moving: Any = None  # the average of the weights, if there is one
+    batches: Any = None  # the micro-batches of a run, if zeroshard gives them out
     no_sync: int = 0  # of how many ranks each has added up gradients by itself, since weights were loaded
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
 

@@ -33,12 +33,14 @@ from .manifest import AVERAGE, VALUE, Saved, Stored, numel, own_name, siblings, 
 class Loaded(NamedTuple):
     """The answer of `zero.load`. extra: what was saved along. skipped: differences that `strict=False` passed over.
 
-    ranks: the number of ranks that saved it; random states are restored where this run has as many.
+    ranks: the number of ranks that saved it; random states are restored where this run has as many. batches: its place
+    in `zero.batches`, if it had one.
     """
 
     extra: dict[str, Any]
     skipped: list[str]
     ranks: int
+    batches: dict[str, int] | None = None
 
 
 class Cut(NamedTuple):
@@ -133,9 +135,12 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
     running.seed, running.no_sync = saved.manifest["seed"], saved.manifest.get("no_sync", 0)
     if running.moving and saved.manifest.get("average"):
         running.moving.updates = saved.manifest["average"]["updates"]
+    place = saved.manifest.get("batches")
+    if running.batches is not None and place and not running.batches.differences(place):
+        running.batches.load_state_dict(place)
     if staged.rng is not None:
         restore_rng(staged.rng, running.group.device)
-    return Loaded(staged.extra, differences, saved.manifest["ranks"])
+    return Loaded(staged.extra, differences, saved.manifest["ranks"], place)
 
 
 def warn_of_order(saved: ModelState, path: object) -> None:
@@ -174,6 +179,8 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
     decays = running.moving and running.moving.decay, (saved.manifest.get("average") or {}).get("decay")
     if decays[0] != decays[1]:
         found.append("the average of the weights has decay {}, saved was {}".format(*decays))
+    if running.batches is not None and (place := saved.manifest.get("batches")):
+        found += running.batches.differences(place)
     return found + _group_differences(running, saved)
 
 

@@ -49,13 +49,14 @@ _LEGAL = {
 class Accumulator:
     """The running sum of one bucket's gradients since they were last cleared, this rank's shard of it."""
 
-    def __init__(self, buffer: Buffer, ranks: int) -> None:
+    def __init__(self, buffer: Buffer, divisor: int) -> None:
+        """divisor: the number that the sum is divided by, of ranks unless something else says how many it adds up."""
         assert buffer.gradients is not None
         self.buffer = buffer
         self.bucket = buffer.bucket
         self.sum: Flat = buffer.gradients
         self.entries: list[Entry] = []  # of the bucket's parameters
-        self.ranks = ranks
+        self.divisor = divisor
         self.holds = Holds.NOTHING
         self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
         self.aside: Tensor | None = None  # this rank's shard of `sum`, while a contribution lies where it was
@@ -72,7 +73,7 @@ class Accumulator:
 
     @property
     def averaged(self) -> bool:
-        """True if the sum has been divided by the number of ranks."""
+        """True if the sum has been divided."""
         return self.holds in (Holds.AVERAGE, Holds.GATHERED)
 
     @property
@@ -94,7 +95,7 @@ class Accumulator:
         with self.sum.here(changed=False):
             found = self.fragment(index).clone()
         if not self.averaged:
-            average_(found, self.ranks)
+            average_(found, self.divisor)
         return found
 
     def zero(self, index: int) -> None:
@@ -106,7 +107,7 @@ class Accumulator:
         """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_step`."""
         if self.holds is Holds.SUM:
             with self.sum.here(changed=kept):
-                average_(self.sum.own, self.ranks)
+                average_(self.sum.own, self.divisor)
             self._move(Holds.AVERAGE)
 
     def land(self, *, averaged: bool) -> None:
@@ -145,12 +146,12 @@ class Accumulator:
         return self.sum.of(*self.buffer.updated)
 
     def undo_average(self) -> None:
-        """Turn the average into a sum again, to add to it. Exact if the number of ranks is a power of two."""
-        if (self.averaged or self.rounded) and self.ranks > 1:
+        """Turn the average into a sum again, to add to it. Exact if the divisor is a power of two."""
+        if (self.averaged or self.rounded) and self.divisor > 1:
             with self.sum.here():
                 if not self.averaged:
-                    average_(self.sum.own, self.ranks)
-                self.sum.own.mul_(self.ranks)
+                    average_(self.sum.own, self.divisor)
+                self.sum.own.mul_(self.divisor)
         if self.filled:
             self._move(Holds.SUM)
         self.rounded = False

@@ -234,5 +234,5 @@ class Gradients:
             self.agree()
         found = whole[slot.start : slot.stop].view(slot.shape).clone()
         if not accumulator.averaged:
-            average_(found, self.group.sources)
+            average_(found, accumulator.divisor)
         return found

@@ -41,7 +41,7 @@ def norms(book: Gradients, order: float) -> Tensor:
 
     def tally_up(accumulator: Accumulator) -> None:
         blocks = _blocks(accumulator)
-        sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else group.sources, order)
+        sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else accumulator.divisor, order)
         at = sums.device
         if at not in tallies:
             tallies[at] = _tally(count, order, at)

@@ -65,6 +65,7 @@ class Reduction:
         self._next = 0
         self.sums = Sums(group, tier, settings, self.subscribers, deliver, self._averaged)
         self._local = False
+        self.divisor = group.sources  # what sums are divided by, if they begin in this backward
         self.silent = False  # does this rank's part of all gradients count as zero? (`Zero.join`)
         self._flushing = False
         self._pauses = True
@@ -98,6 +99,8 @@ class Reduction:
         for contribution in self.contributions.values():
             contribution.begin()
             self._notice_cleared(contribution, kept)
+            if not contribution.accumulator.filled:
+                contribution.accumulator.divisor = self.divisor
             # What is not trained any more may be needed further on, and must not change before.
             contribution.hold = early and not contribution.all_wanted
         for each in self.subscribers:

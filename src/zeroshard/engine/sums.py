@@ -161,7 +161,7 @@ class Sums(Flow[Sent, Tensor]):
         if own and delivery.running is None and staged:
             delivery.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
-        divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, self.group.sources)
+        divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
         if delivery.first and not (divided and accumulator.averaged):
             accumulator.undo_average()
         if own:
@@ -188,9 +188,9 @@ class Sums(Flow[Sent, Tensor]):
         into = delivery.running if not delivery.last else delivery.average
         total = accumulator.own if into is None or (delivery.last and accumulator.aside is not None) else into
         start = delivery.running if not delivery.first else self._start(accumulator, total)
-        times = self.group.sources if delivery.first and accumulator.averaged else 1
+        times = accumulator.divisor if delivery.first and accumulator.averaged else 1
         pieces = [piece.to(total.device) for piece in self._pieces(sent)]
-        fold(total, pieces, start=start, times=times, over=self.group.sources if delivery.last and divided else 1)
+        fold(total, pieces, start=start, times=times, over=accumulator.divisor if delivery.last and divided else 1)
         for subscriber in self._subscribers:
             subscriber.summed(accumulator, pieces, total)
         if total is accumulator.aside:

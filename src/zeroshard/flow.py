@@ -85,10 +85,11 @@ class Flow(Generic[S, M]):
     Subclasses say what landing and storing are.
     """
 
-    def __init__(self, memory: Memory[M], sends: Memory[M], waiting: int) -> None:
-        """sends: memory of contributions. waiting: how many more sums may be under way once this rank has its part."""
+    def __init__(self, memory: Memory[M], sends: Memory[M] | None, waiting: int) -> None:
+        """sends: memory of contributions, if apart. waiting: how many more sums may be under way once this rank's part is
+        added."""
         self.scratch = Scratch(memory, "reduce")
-        self.sends = self.scratch if sends is memory else Scratch(sends, "reduce")
+        self.sends = self.scratch if sends is None else Scratch(sends, "reduce")
         self._waiting = waiting
         self._sent: list[S] = []
         self._landed: list[S] = []

@@ -90,7 +90,7 @@ class Sums(Flow[Sent, Tensor]):
         stored: Callable[[Contribution], None],
     ) -> None:
         """deliver: makes each sum's delivery. stored: called with each contribution whose average is where it rests."""
-        super().__init__(tier, group.team.messages(tier), group.team.seat.replicas)
+        super().__init__(tier, group.team.messages(tier) if group.team.shares else None, group.team.seat.replicas)
         self.group = group
         self.native = settings.reduce == "native"
         self._sends_values = settings.reduce == "ordered" and group.ranks > 1

@@ -267,7 +267,9 @@ class _Sent(NamedTuple):
 class _Sums(Flow[_Sent, tuple[int]]):
     """The engine's sums, of which only memory is counted."""
 
-    def __init__(self, memory: _Counted, sends: _Counted, waiting: int, averaged: Callable[[Bucket], None]) -> None:
+    def __init__(
+        self, memory: _Counted, sends: _Counted | None, waiting: int, averaged: Callable[[Bucket], None]
+    ) -> None:
         """averaged: called with each bucket whose average is there."""
         super().__init__(memory, sends, waiting)
         self._averaged = averaged
@@ -315,7 +317,7 @@ def _reductions(
     replicas = seats.everyone.replicas
     updates = _Updates(placements, sizes, seats.of, resting, in_flight)
     messages = _Counted()
-    contributions = _Counted() if shares else messages
+    contributions = _Counted() if shares else None
     sums = _Sums(messages, contributions, replicas, updates.land)
     begun: dict[int, tuple[int] | None] = {}  # contributions, by bucket
     units: dict[int, list[Bucket]] = {}
@@ -342,7 +344,7 @@ def _reductions(
     for bucket in reversed(trainable):
         begin(other for other in units[bucket.unit] if other.index <= bucket.index)
         sums.begin(sent(bucket))
-        reduce = sum(each.nbytes for each in {messages, contributions})
+        reduce = messages.nbytes + (contributions.nbytes if contributions else 0)
         while found := sums.oldest(in_flight):
             found[1]()
         if bucket is trainable[0]:  # the end of backward: everything that is still to come lands

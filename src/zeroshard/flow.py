@@ -86,8 +86,8 @@ class Flow(Generic[S, M]):
     """
 
     def __init__(self, memory: Memory[M], sends: Memory[M] | None, waiting: int) -> None:
-        """sends: memory of contributions, if apart. waiting: how many more sums may be under way once this rank's part is
-        added."""
+        """sends: memory of contributions, if apart. waiting: how many more sums may be under way once this rank's part
+        is in them."""
         self.scratch = Scratch(memory, "reduce")
         self.sends = self.scratch if sends is None else Scratch(sends, "reduce")
         self._waiting = waiting

@@ -110,10 +110,11 @@ def _run(words: list[str]) -> Any:
             zeroshard.check_place(command)
         return app(standalone_mode=False)
     except ImportError as error:
-        if not command or (sys.platform == "linux" and error.name not in zeroshard.EXTRA):
+        absent = isinstance(error, ModuleNotFoundError) and error.name in zeroshard.EXTRA
+        if not command or (sys.platform == "linux" and not absent):
             raise  # a job's own, say
         what = f"{command} for this" if words[0] == "plan" else command
-        raise InputError(str(error) if error.name is None else zeroshard.missing(what)) from error
+        raise InputError(zeroshard.missing(what) if absent else str(error)) from error
 
 
 def _refuse_empty(words: Sequence[str]) -> None:

@@ -27,6 +27,8 @@ GPUS = {
 def named(name: str) -> str:
     """Return the name in `GPUS` of a GPU that is named so, or by the only one of its sizes. Raises `UserError` if none
     is."""
+    if not isinstance(name, str):
+        raise UserError("a GPU is named", got=repr(name), instead='gpu="h100-80", or gpu_mem="80GiB"')
     found = [each for each in GPUS if name.lower() == each or each.startswith(f"{name.lower()}-")]
     if len(found) != 1:
         instead = " or ".join(found) or f"{nearest(name.lower(), GPUS)}, or gpu_mem="

@@ -319,6 +319,9 @@ def _ask(addresses: dict[int, Address], message: dict[str, Any]) -> dict[int, An
                         asked = _Asked(rank, addresses[rank])
                         selector.register(asked.connection, selectors.EVENT_WRITE, asked)
                     except OSError as error:
+                        if error.errno in (errno.EMFILE, errno.ENFILE) and selector.get_map():
+                            unasked.append(rank)  # once one of these has ended
+                            break
                         answers[rank] = _failed(error)
                 under_way: list[_Asked] = [key.data for key in selector.get_map().values()]
                 now = time.monotonic()

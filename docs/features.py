@@ -62,6 +62,7 @@ FEATURES = {
             "int8.py",
             "engine/coded.py",
             "tiers/once.py",
+            "batches.py",
             "numerics.py",
         ),
     ),
@@ -213,6 +214,7 @@ FEATURES = {
     "save_on": Feature(
         r"on_signal|signalled|group\.signal\b|self\.signal\b|_SIGNALLED|save_on|boundary\(",
         ("checkpoint/on_signal.py",),
+        homonyms=("batches.py",),
     ),
     "unfreezing": Feature(r"_unfreeze|retarget|reserve_master|reserve_gradients|all_wanted|hook_gradients"),
     "exceptions of Precision": Feature(

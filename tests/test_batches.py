@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
+import signal
 
 import pytest
 import torch
@@ -233,21 +236,34 @@ def mistakes(which):
     """What is said to each mistake, on this rank."""
     model, optimizer, zero = made(1)
     batches = zero.batches(Data(), **SETTINGS)
+
+    def backward(values, factor=1.0):
+        (loss(model, values) * factor).backward()
+
+    if which == "other gradients":
+        backward(Data().values[:3])
     try:
         for step in batches:
             if which == "a step left out":
                 continue
-            for _, values in step:
-                if which == "no_sync":
-                    with zero.no_sync():
-                        loss(model, values).backward()
-                loss(model, values).backward()
-                if which == "a save inside":
-                    zero.save("/nowhere")
-            if which == "other gradients" and batches.step < 5:
+            if which == "a list":
+                step = list(step)
+            for _, values in zero.join(step) if which == "join" else step:
+                with zero.no_sync() if which == "no_sync" else contextlib.nullcontext():
+                    backward(values)
+                if which == "two backwards":
+                    backward(values)
+                if which == "a new call":
+                    zero.batches(Data(), **SETTINGS | {"seed": 6})
+            if which == "one more":
+                backward(values)
+            if which == "unshard":
+                zero.unshard()
+            optimizer.step()
+            if which != "never cleared":
                 optimizer.zero_grad()
         return ""
-    except StateError as error:
+    except (StateError, PeerError) as error:
         return str(error)
 
 
@@ -256,13 +272,151 @@ def mistakes(which):
     [
         ("no_sync", "no_sync() adds up each rank's micro-batches first"),
         ("other gradients", "gradients of another step are there"),
-        ("a save inside", "saving between two micro-batches of a step"),
+        ("never cleared", "gradients of another step are there"),
+        ("two backwards", "a second backward with one micro-batch"),
+        ("a list", "a micro-batch is for one backward"),
+        ("join", "zero.join(...) inside the loop"),
+        ("one more", "a backward after the loop"),
         ("a step left out", "a step begins before all micro-batches of the last one were used"),
+        ("a new call", "these batches give out nothing any more: zero.batches(...) was called again"),
+        ("unshard", "these batches give out nothing any more: the model was unsharded"),
     ],
 )
 def test_what_would_make_bits_depend_on_the_ranks_is_refused(which, said):
-    for told in ranks.run(2, mistakes, which):
-        assert told.startswith(said) and "step 1 of epoch 1" in told.replace("step 6", "step 1"), told
+    for told in ranks.run(4, mistakes, which):
+        assert said in told and "of epoch 1" in told, told
+
+
+def ordinary(how):
+    """The norm of an ordinary backward on half the data after a loop was left, beside one without any batches."""
+    model, optimizer, zero = made(1, dropout=0.0)
+    try:
+        for step in zero.batches(Data(), **SETTINGS):
+            for _, values in step:
+                loss(model, values).backward()
+                if how == "break":
+                    break
+                if how == "error":
+                    raise OSError
+            break
+    except OSError:
+        pass
+    optimizer.zero_grad()
+    values = Data().values[zero.rank :: zero.world_size]
+    loss(model, values).backward()
+    found = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    other, _, _ = made(1, dropout=0.0)
+    loss(other, values).backward()
+    return float(found), float(torch.nn.utils.get_total_norm([p.grad for p in other.parameters()]))
+
+
+@pytest.mark.parametrize("how", ["break", "error", "whole"])
+def test_an_ordinary_backward_afterwards_is_divided_by_the_ranks(how):
+    for found, want in ranks.run(4, ordinary, how):
+        assert found == want
+
+
+def interrupted(folder, how):
+    """Steps that were made, of a run that something interrupts once, and which then goes on."""
+    model, optimizer, zero = made(2)
+    if how == "signal":
+        zero.save_on(signal.SIGUSR1, path=folder)
+    batches, trained, once = zero.batches(Data(), **SETTINGS), [], True
+    while batches.epoch < 2:
+        try:
+            for step in batches:
+                for _, values in step:
+                    loss(model, values).backward()
+                    if how == "inside" and len(trained) == 3 and once:
+                        raise KeyboardInterrupt
+                if how == "before the step" and len(trained) == 3 and once:
+                    raise KeyboardInterrupt
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                trained.append((batches.epoch, batches.step))
+                optimizer.zero_grad()
+                if how == "rollback" and len(trained) == 2:
+                    zero.save(folder)
+                if how == "rollback" and len(trained) == 4 and once:
+                    once = False
+                    zero.load(folder)
+                    trained = trained[:2]
+                if how == "signal" and len(trained) == 3 and once:
+                    once = False
+                    os.kill(os.getpid(), signal.SIGUSR1)
+        except KeyboardInterrupt:
+            once = False
+            optimizer.zero_grad()
+            zero.save(folder)  # as at Ctrl-C: its place is the last step that was made
+            zero.load(folder)
+    if how == "signal":
+        _, _, other = made(2)
+        place = other.load(folder).batches
+        assert (place["epoch"], place["step"]) in {(0, 3), (0, 4)}
+    return trained, weights(zero)
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["inside", "before the step", "rollback", pytest.param("signal", marks=[pytest.mark.processes, pytest.mark.full])],
+)
+def test_every_step_is_made_once_whatever_interrupts_it(alone, tmp_path, how):
+    (want, _), _ = alone
+    for trained, got in ranks.run(3, interrupted, str(tmp_path / "checkpoint"), how):
+        assert trained == [(epoch, step) for epoch in (0, 1) for step in range(1, 7)]
+        assert reference.first_difference(want, got) == ""
+
+
+def lagging():
+    """What a rank hears when another one tries a step again that this one has made."""
+    model, optimizer, zero = made(1)
+    batches, once = zero.batches(Data(), **SETTINGS), True
+    try:
+        while batches.epoch < 1:
+            try:
+                for step in batches:
+                    for _, values in step:
+                        loss(model, values).backward()
+                    if zero.rank and batches.step == 1 and once:
+                        once = False
+                        raise OSError
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except OSError:
+                optimizer.zero_grad()
+    except PeerError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_at_different_steps_are_named():
+    for told in ranks.run(2, lagging):
+        assert "the ranks are not doing the same thing" in told and "rank 1 is at" in told, told
+
+
+def test_batches_made_anew_for_an_epoch_go_on(alone, tmp_path):
+    """And a place that was loaded is kept by a save, if no batches were made since."""
+    (want, _), _ = alone
+    model, optimizer, zero = made(1)
+    for epoch in range(2):
+        for step in zero.batches(Data(), **SETTINGS):
+            for _, values in step:
+                loss(model, values).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        zero.save(tmp_path / f"epoch{epoch}")
+    assert reference.first_difference(want, weights(zero)) == ""
+    _, _, other = made(1)
+    place = other.load(tmp_path / "epoch0").batches
+    other.save(tmp_path / "again")
+    assert made(1)[2].load(tmp_path / "again").batches == place and place["epoch"] * 6 + place["step"] == 6
+    _, _, third = made(1)
+    third.save(tmp_path / "none")
+    batches = third.batches(Data(), **SETTINGS)
+    with pytest.raises(CheckpointError, match="none did in the run that was saved"):
+        third.load(tmp_path / "none")
+    assert (batches.epoch, batches.step) == (0, 0)
 
 
 def test_arguments_that_cannot_be_are_refused():

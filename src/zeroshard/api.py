@@ -229,8 +229,8 @@ class Zero:
         dataset: with len() and [index]. per_step: micro-batches of a step, on all ranks together. size: samples of one.
         seed, shuffle: the order of samples, another one in each epoch. drop_last: leave out the last step of an epoch
             if its samples are fewer; else it has fewer micro-batches.
-        reseed: begin each micro-batch with a random state of its own (torch's), so that dropout does not depend on the
-            number of ranks. What the program draws between steps is as if nothing had been drawn in them.
+        reseed: draw random numbers in each micro-batch from `seed` and its place alone, as `micro_batch_rng` does: then
+            dropout does not depend on the number of ranks.
         loader: of torch's DataLoader: num_workers, collate_fn, pin_memory, ...
 
         Iterating yields the steps that are left of an epoch. `save` and `load` hold the place, for any number of ranks.

@@ -19,27 +19,28 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from .device import random_states_kept
+from .checkpoint.content import drawing
 from .engine.reduction import Reduction
 from .engine.subscriber import Subscriber
 from .errors import StateError, UserError
 from .features import Feature
 
-_SAME = "seed", "per_step", "size", "shuffle", "samples"  # where a run goes on
-_OURS = {"batch_size", "sampler", "batch_sampler", "shuffle", "drop_last", "generator"}  # arguments of DataLoader
+_SAME = "seed", "per_step", "size", "shuffle", "drop_last", "reseed", "samples"  # where a run goes on
+_OURS = {"batch_size", "sampler", "batch_sampler", "shuffle", "drop_last", "generator", "in_order"}  # of DataLoader
 _LOOP = "for batch in step: loss(batch).backward(), and then optimizer.step(); optimizer.zero_grad()"
 
 
 class Batches:
     """The micro-batches of a run: iterating yields the steps that are left of an epoch, and a step this rank's part.
 
-    epoch, step: the place of the run: epochs that are over and, of this one, steps that are. `zero.save` and `load`
-    hold it.
+    epoch, step: the place of the run: epochs that are over and, of this one, steps that are: a step is over once an
+        optimizer has made it, or the next one is asked for. `zero.save` and `load` hold the place.
     """
 
     def __init__(
         self,
         reduction: Reduction,
+        boundary: Callable[[], None],
         dataset: Any,
         *,
         per_step: int,
@@ -50,83 +51,127 @@ class Batches:
         reseed: bool,
         loader: dict[str, Any],
     ) -> None:
-        for name, value, least in (("per_step", per_step, 1), ("size", size, 1), ("seed", seed, 0)):
-            if type(value) is not int or not least <= value < 1 << 48:
-                raise UserError(f"zero.batches({name}=) is a whole number from {least} up", got=repr(value))
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise UserError(
-                "zero.batches(...) gives every rank its samples by their numbers", got=type(dataset).__name__,
-                expected="a dataset with len() and [index]", instead="write what a stream yields into such a dataset",
-            )  # fmt: skip
-        if wrong := sorted(_OURS & loader.keys()):
-            raise UserError(
-                "zero.batches(...) says itself which samples a micro-batch has", got=f"{'=, '.join(wrong)}=",
-                instead="per_step=, size=, seed=, shuffle=, drop_last=; all else goes to torch's DataLoader",
-            )  # fmt: skip
-        narrow = sorted(
-            {f"{each.sum.dtype}" for each in reduction.gradients.accumulators if each.sum.dtype.itemsize < 4}
-        )
-        if narrow or reduction.settings.reduce == "native":
-            raise UserError(
-                "the bits of a step would depend on the number of ranks, which zero.batches(...) is to prevent",
-                got="sums in " + narrow[0] if narrow else 'Comm(reduce="native"), which adds in an order of its own',
-                instead="Precision(grad_dtype=torch.float32), whose sums are not rounded from round to round" if narrow
-                else 'Comm(reduce="ordered")',
-            )  # fmt: skip
-        self.reduction, self.dataset = reduction, dataset
+        """boundary: is called where all ranks are between two steps."""
+        _check_arguments(dataset, per_step, size, seed, loader)
+        _check_sums(reduction)
+        self.reduction, self.boundary, self.dataset = reduction, boundary, dataset
         self.rank, self.ranks = reduction.group.team.seat.source, reduction.group.sources
-        self.settings = dict(zip(_SAME, (seed, per_step, size, bool(shuffle), len(dataset)), strict=True))
-        self.drop_last, self.reseed, self.loader = drop_last, reseed, loader
-        self.epoch = self.step = 0
-        self.within = 0  # micro-batches of the step that is being added up; 0: between two
+        same = seed, per_step, size, bool(shuffle), bool(drop_last), bool(reseed), len(dataset)
+        self.settings, self.loader = dict(zip(_SAME, same, strict=True)), loader
+        self.epoch = self._step = 0
+        self._pending: int | None = None  # steps that optimizers had made when a step's last micro-batch was used
+        self._loaded = 0  # how often another place was loaded
+        self._owner: object = None  # of what follows: the step that gives out micro-batches now
         self.used: int | None = None  # the micro-batch that the program computes with
+        self.within, self.silent, self.backwards = 0, False, 0  # micro-batches of its step; does it count for nothing?
+        self.first = False  # is it of the first round?
+        self.retired = ""  # why it gives out nothing any more
+        self._check_steps()
+
+    @property
+    def step(self) -> int:
+        made = self._pending is not None and self.reduction.group.progress.steps > self._pending
+        return self._step + made
+
+    def _check_steps(self) -> None:
+        """Refuse an epoch without a step, and rounds in which a rank would have no part of what others need."""
+        per_step, size, samples = (self.settings[name] for name in ("per_step", "size", "samples"))
         if not len(self):
             raise UserError(
                 "the samples are not enough for one step", expected=f"{per_step * size:,} or more",
-                got=f"{len(dataset):,}", instead="drop_last=False, or fewer micro-batches per step",
+                got=f"{samples:,}", instead="drop_last=False, or fewer micro-batches per step",
+            )  # fmt: skip
+        counts = {self.micro_batches(step) for step in (0, len(self) - 1)}
+        if any(each.bucket.along for each in self.reduction.gradients.accumulators) and any(
+            n % self.ranks for n in counts
+        ):
+            raise UserError(
+                "experts that ranks divide get tokens of all ranks, and in a last round some would have none",
+                got=f"steps of {' and '.join(map(str, sorted(counts)))} micro-batches on {self.ranks} ranks",
+                instead="per_step= that the number of ranks divides, and drop_last=True",
             )  # fmt: skip
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch."""
         samples, whole = self.settings["samples"], self.settings["per_step"] * self.settings["size"]
-        return samples // whole if self.drop_last else -(-samples // whole)
+        return samples // whole if self.settings["drop_last"] else -(-samples // whole)
 
     def micro_batches(self, step: int) -> int:
         """Return how many micro-batches a step of an epoch has: `per_step`, but for the last one."""
         size, most = self.settings["size"], self.settings["per_step"]
         return min(-(-(self.settings["samples"] - step * most * size) // size), most)
 
-    def __iter__(self) -> Iterator[Iterator[Any]]:
+    def __iter__(self) -> Iterator[Step]:
         """Yield the steps that are left of the epoch; then the next epoch begins."""
-        self.within, self.reduction.silent = 0, False  # whatever an exception left of a step is done again
-        workers = torch.Generator().manual_seed(self._drawn("workers", self.epoch, self.step))
-        sampler = _Lists(self._lists)
-        fetched = iter(DataLoader(self.dataset, batch_sampler=sampler, generator=workers, **self.loader))
-        given = -1
-        while self.step < len(self):
-            if given == self.step:
+        self._end(self.step)  # whatever an exception left of a step is done again
+        loaded, given, fetched = -1, None, iter(())
+        while True:
+            if loaded != self._loaded:
+                loaded, given, fetched = self._loaded, None, self._fetched()
+            if given == self._step and self._pending is None:
                 raise StateError(
                     "a step begins before all micro-batches of the last one were used", expected=_LOOP,
                     where=self.place(),
                 )  # fmt: skip
-            given = self.step
-            yield self._micro(fetched)
-        self.epoch, self.step = self.epoch + 1, 0
+            self._end(self._step + (self._pending is not None))
+            if self._step >= len(self):
+                break
+            self._check()
+            self.boundary()
+            if loaded == self._loaded:
+                given = self._step
+                yield Step(self, fetched)
+        self.epoch, self._step = self.epoch + 1, 0
 
-    def _micro(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        self.within = count = self.micro_batches(self.step)
-        with random_states_kept(self.reduction.group.device) if self.reseed else contextlib.nullcontext():
+    def _fetched(self) -> Iterator[Any]:
+        workers = torch.Generator().manual_seed(self._drawn("workers", self.epoch, self._step))
+        return iter(DataLoader(self.dataset, batch_sampler=_Lists(self._lists), generator=workers, **self.loader))
+
+    def _end(self, step: int) -> None:
+        """Be between two steps, so many of which are over."""
+        self._step, self._pending, self._owner = step, None, None
+        self.used, self.reduction.silent = None, False
+
+    def _check(self) -> None:
+        if self.retired:
+            raise StateError(f"these batches give out nothing any more: {self.retired}", where=self.place())
+
+    def give_out(self, fetched: Iterator[Any]) -> Iterator[Any]:
+        """Yield this rank's micro-batches of a step."""
+        if self._owner is not None:
+            raise StateError(
+                "the micro-batches of one step are given out a second time", where=self.place(), expected=_LOOP
+            )
+        self._owner = mine = object()
+        loaded, count = self._loaded, self.micro_batches(self._step)
+        device, step = self.reduction.group.device, self.epoch * len(self) + self._step
+        for first in range(0, count, self.ranks):
+            used = (first + self.rank) % count
+            with self._drawing(step, used, device):
+                batch = next(fetched)
+            self._check()
+            self.used, self.within, self.backwards, self.first = used, count, 0, not first
+            self.reduction.silent = self.silent = first + self.rank >= count
             try:
-                for first in range(0, count, self.ranks):
-                    batch = next(fetched)
-                    self.used = (first + self.rank) % count
-                    self.reduction.silent = first + self.rank >= count
-                    if self.reseed:
-                        torch.manual_seed(self._drawn("micro-batch", self.epoch, self.step, self.used))
+                with self._drawing(step, used, device):  # anew: workers may have drawn what the dataset does
                     yield batch
-                self.step, self.within = self.step + 1, 0
             finally:
-                self.used, self.reduction.silent = None, False
+                if self._owner is mine:  # else an object that lived on ends late
+                    self.used, self.reduction.silent = None, False
+            if self._owner is not mine or loaded != self._loaded:
+                raise StateError(
+                    "a step goes on after another one began, or a load", where=self.place(), expected=_LOOP
+                )
+            if self.backwards != 1:
+                raise StateError(
+                    "a micro-batch is for one backward, before the next one is asked for", where=self.place(),
+                    expected=_LOOP, got=f"{self.backwards} backwards with micro-batch {used}",
+                )  # fmt: skip
+        self._pending = self.reduction.group.progress.steps
+
+    def _drawing(self, step: int, used: int, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        seed = self.settings["seed"]
+        return drawing(seed, step, used, device) if self.settings["reseed"] else contextlib.nullcontext()
 
     def _lists(self) -> Iterator[list[int]]:
         """Yield the numbers of the samples of each micro-batch of this rank, to the end of the epoch."""
@@ -135,7 +180,7 @@ class Batches:
         if self.settings["shuffle"]:
             drawn = torch.Generator().manual_seed(self._drawn("order", self.epoch))
             order = torch.randperm(samples, generator=drawn)
-        for step in range(self.step, len(self)):
+        for step in range(self._step, len(self)):
             count = self.micro_batches(step)
             for first in range(0, count, self.ranks):
                 start = (step * most + (first + self.rank) % count) * size
@@ -163,12 +208,54 @@ class Batches:
                 "the checkpoint is of a run over other micro-batches", got="; ".join(found),
                 instead="the settings of that run; or zero.batches(...) first, and zero.load(..., strict=False)",
             )  # fmt: skip
-        self.epoch, self.step, self.within = told["epoch"], told["step"], 0
+        self._end(told["step"])
+        self.epoch, self._loaded = told["epoch"], self._loaded + 1
 
-    def differences(self, told: dict[str, int]) -> list[str]:
+    def differences(self, told: dict[str, int] | None) -> list[str]:
         """Say which settings of another place differ from these."""
+        if told is None:
+            return ["zero.batches(...) gives out micro-batches, and none did in the run that was saved"]
         mine, said = self.state_dict(), "zero.batches({0}=) is {1}, saved was {2}"
         return [said.format(name, mine[name], told[name]) for name in _SAME if mine[name] != told[name]]
+
+
+def _check_arguments(dataset: Any, per_step: object, size: object, seed: object, loader: dict[str, Any]) -> None:
+    for name, value, least in (("per_step", per_step, 1), ("size", size, 1), ("seed", seed, 0)):
+        if type(value) is not int or not least <= value < 1 << 48:
+            raise UserError(f"zero.batches({name}=) is a whole number from {least} up", got=repr(value))
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise UserError(
+            "zero.batches(...) gives every rank its samples by their numbers", got=type(dataset).__name__,
+            expected="a dataset with len() and [index]", instead="write what a stream yields into such a dataset",
+        )  # fmt: skip
+    if wrong := sorted(_OURS & loader.keys()):
+        raise UserError(
+            "zero.batches(...) says itself which samples a micro-batch has", got=f"{'=, '.join(wrong)}=",
+            instead="per_step=, size=, seed=, shuffle=, drop_last=; all else goes to torch's DataLoader",
+        )  # fmt: skip
+
+
+def _check_sums(reduction: Reduction) -> None:
+    """Refuse sums that are rounded, or ordered, otherwise on more ranks."""
+    narrow = sorted({f"{each.sum.dtype}" for each in reduction.gradients.accumulators if each.sum.dtype.itemsize < 4})
+    if narrow or reduction.settings.reduce == "native":
+        raise UserError(
+            "the bits of a step would depend on the number of ranks, which zero.batches(...) is to prevent",
+            got="sums in " + narrow[0] if narrow else 'Comm(reduce="native"), which adds in an order of its own',
+            instead="Precision(grad_dtype=torch.float32), whose sums are not rounded from round to round" if narrow
+            else 'Comm(reduce="ordered")',
+        )  # fmt: skip
+
+
+class Step:
+    """One step's micro-batches of this rank, to iterate once."""
+
+    def __init__(self, batches: Batches, fetched: Iterator[Any]) -> None:
+        self._batches, self._fetched = batches, fetched
+
+    def __iter__(self) -> Iterator[Any]:
+        # An iterator that only the loop holds: where that is left, by `break` or an exception, it ends at once.
+        return self._batches.give_out(self._fetched)
 
 
 class _Lists:
@@ -188,32 +275,34 @@ class Divided(Subscriber):
         self.batches = batches
 
     def words(self, *, local: bool) -> str:
-        """Say the divisor, which all ranks compare; report what would make the bits depend on the number of ranks."""
-        within, reduction = self.batches.within, self.batches.reduction
-        if self.batches.used is None:
-            return ""
-        what, instead = "", "optimizer.zero_grad() before the step"
-        if local:
+        """Say the place, which all ranks compare; report what would make the bits depend on the number of ranks."""
+        batches, reduction = self.batches, self.batches.reduction
+        inside, what, instead = batches.used is not None, "", "leave it out"
+        if not inside:
+            if any(each.filled and each.divisor != batches.ranks for each in reduction.gradients.accumulators):
+                kept = reduction.kept()  # of those that the program has not cleared
+                entries = [each for each in reduction.gradients.entries if each.number in kept]
+                if any(entry.accumulator.divisor != batches.ranks for entry in entries):
+                    what = "a backward after the loop over a step's micro-batches would be divided as one of them"
+        elif local:
             what = "no_sync() adds up each rank's micro-batches first, in another order on more ranks"
-            instead = "leave it out"
-        elif {each.divisor for each in reduction.gradients.accumulators if each.filled} - {within}:
-            kept = reduction.kept()  # of those that the program has not cleared
-            if any(each.accumulator.divisor != within for each in reduction.gradients.entries if each.number in kept):
-                what = "gradients of another step are there, and would be divided by the micro-batches of this one"
+        elif batches.backwards:
+            what = "a second backward with one micro-batch: more ranks would add it up in another order"
+            instead = "one backward, of the sum of both losses"
+        elif reduction.silent != batches.silent:
+            what = "zero.join(...) inside the loop over a step's micro-batches"
+        elif batches.first and reduction.kept():
+            what = "gradients of another step are there, and this one's would be added to them"
+            instead = "optimizer.zero_grad() before the step"
         if what:
-            reduction.group.report(StateError(what, where=self.batches.place(), expected=_LOOP, instead=instead))
-        return f"a part of {within} micro-batches"
+            reduction.group.report(StateError(what, where=batches.place(), expected=_LOOP, instead=instead))
+        return "" if not inside else f"micro-batches of step {batches._step} of epoch {batches.epoch}"
 
     def prepare(self) -> None:
-        self.batches.reduction.divisor = self.batches.within or self.batches.ranks
-
-    def between_steps(self, what: str) -> None:
-        if self.batches.within and what != "loading":
-            raise StateError(
-                f"{what} between two micro-batches of a step, whose gradients would be lost",
-                where=self.batches.place(),
-                instead="after the loop over the step's micro-batches, and optimizer.step()",
-            )
+        batches = self.batches
+        inside = batches.used is not None
+        batches.reduction.divisor = batches.within if inside else batches.ranks
+        batches.backwards += inside
 
 
 class _Manifest(Feature):
@@ -222,16 +311,22 @@ class _Manifest(Feature):
 
     def batches(self, engine: Any, dataset: Any, settings: dict[str, Any], loader: dict[str, Any]) -> Batches:
         made: list[Batches] = []
+        before: Batches | None = engine.batches
 
         def make() -> dict[str, Any]:
-            made.append(Batches(engine.reduction, dataset, **settings, loader=loader))
-            if engine.position is not None:  # loaded before
-                made[0].load_state_dict(engine.position)
+            made.append(Batches(engine.reduction, engine.boundary, dataset, **settings, loader=loader))
+            place = engine.position  # of a checkpoint that was loaded before
+            if before is not None and not before.differences(mine := made[0].state_dict()):
+                place = mine | {"epoch": before.epoch, "step": before.step}  # made anew for an epoch, say
+            if place is not None:
+                made[0].load_state_dict(place)
             return {**settings, "place": made[0].state_dict()}
 
         engine.schedule.recover()
         engine.group.same("zero.batches(...)", make)
-        subscribers, engine.batches = engine.reduction.subscribers, made[0]
+        if before is not None:
+            before.retired = "zero.batches(...) was called again"
+        subscribers, engine.batches, engine.position = engine.reduction.subscribers, made[0], None
         subscribers[:] = [*(each for each in subscribers if not isinstance(each, Divided)), Divided(made[0])]
         return made[0]
 

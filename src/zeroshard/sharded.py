@@ -393,7 +393,9 @@ class Engine:
         """Return the parts of this engine that a checkpoint is made of, and is loaded into."""
         parts = self.managed, self.buffers, self.bindings, self.group, self.stage, self.seed
         sources = self.group.sources if self.schedule.backward.was_local else 0
-        return ModelState(self.model, *parts, moving=self.moving, batches=self.batches, no_sync=sources)
+        place = self.position if self.batches is None else self.batches.state_dict()
+        own = {"moving": self.moving, "batches": self.batches, "place": place}
+        return ModelState(self.model, *parts, **own, no_sync=sources)
 
     def meet_for_checkpoint(self, what: str, *, weights: bool = True) -> None:
         self.schedule.recover()

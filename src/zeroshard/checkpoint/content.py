@@ -68,6 +68,7 @@ class ModelState:
 
     moving: Any = None  # the average of the weights, if there is one
     batches: Any = None  # the micro-batches of a run, if zeroshard gives them out
+    place: dict[str, int] | None = None  # the run's in them
     no_sync: int = 0  # of how many ranks each has added up gradients by itself, since weights were loaded
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
 

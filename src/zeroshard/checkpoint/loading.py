@@ -179,8 +179,8 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
     decays = running.moving and running.moving.decay, (saved.manifest.get("average") or {}).get("decay")
     if decays[0] != decays[1]:
         found.append("the average of the weights has decay {}, saved was {}".format(*decays))
-    if running.batches is not None and (place := saved.manifest.get("batches")):
-        found += running.batches.differences(place)
+    if running.batches is not None:
+        found += running.batches.differences(saved.manifest.get("batches"))
     return found + _group_differences(running, saved)
 
 

@@ -146,7 +146,7 @@ class Saved:
             if not (isinstance(moving["decay"], (int, float)) and 0 <= moving["decay"] < 1):
                 raise self.damage("an average's decay", repr(moving["decay"])[:50])
         if (place := manifest.get("batches")) is not None:
-            for name in ("seed", "per_step", "size", "shuffle", "samples", "epoch", "step"):
+            for name in ("seed", "per_step", "size", "shuffle", "drop_last", "reseed", "samples", "epoch", "step"):
                 self._count(place[name], 1 << 63)
         self._count(manifest["saved"], 1 << 63)
         self._count(manifest.get("number", 0), 1 << 63), self._count(manifest.get("no_sync", 0))

@@ -271,7 +271,7 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
         },
         "optimizers": [options(running, binding) for binding in running.bindings],
         "average": running.moving and {"decay": running.moving.decay, "updates": running.moving.updates},
-        **({"batches": running.batches.state_dict()} if running.batches is not None else {}),
+        **({} if running.place is None else {"batches": running.place}),
         "extra": extra,
     }
 

@@ -71,6 +71,8 @@ def _unshard(zero: Zero) -> None:
         _forget_hooks(module.__dict__)
     for record in engine.managed:
         _free_parameter(record.param, whole[record.name])
+    if engine.batches is not None:
+        engine.batches.retired = "the model was unsharded"
     _let_go(zero, engine)
 
 

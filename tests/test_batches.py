@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import os
 import signal
+import weakref
 
 import pytest
 import torch
@@ -438,6 +440,19 @@ def test_arguments_that_cannot_be_are_refused():
             made(1, **settings)[2].batches(Data(), per_step=2)
     with pytest.raises(UserError, match="a dataset with len"):
         zero.batches(iter([1, 2]), per_step=2)
+
+
+def test_nothing_is_kept_of_a_model_that_is_dropped():
+    model, optimizer, zero = made(2)
+    for step in zero.batches(Data(), **SETTINGS):
+        for _, values in step:
+            loss(model, values).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = weakref.ref(zero._engine)
+    del model, optimizer, zero, step, values
+    gc.collect()
+    assert engine() is None
 
 
 def asked_otherwise():

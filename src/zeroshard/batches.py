@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from .checkpoint.content import drawing
+from .engine.guard import weak
 from .engine.reduction import Reduction
 from .engine.subscriber import Subscriber
 from .errors import StateError, UserError
@@ -314,7 +315,7 @@ class _Manifest(Feature):
         before: Batches | None = engine.batches
 
         def make() -> dict[str, Any]:
-            made.append(Batches(engine.reduction, engine.boundary, dataset, **settings, loader=loader))
+            made.append(Batches(engine.reduction, weak(engine.boundary), dataset, **settings, loader=loader))
             place = engine.position  # of a checkpoint that was loaded before
             if before is not None and not before.differences(mine := made[0].state_dict()):
                 place = mine | {"epoch": before.epoch, "step": before.step}  # made anew for an epoch, say

@@ -12,27 +12,24 @@ from torch import nn
 
 import zeroshard
 
-STEPS, MICRO_BATCHES = 300, 4  # of a step, whatever the number of ranks that divide them
 folder = Path(sys.argv[1])
+data = torch.randn(300 * 6 * 8, 16, generator=torch.Generator().manual_seed(1))
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 zero = zeroshard.shard(model, optimizer, stage=3)
-turns, rest = divmod(MICRO_BATCHES, zero.world_size)
-assert not rest, f"{zero.world_size} ranks do not divide {MICRO_BATCHES} micro-batches"
+batches = zero.batches(data, per_step=6, size=8)  # the same 6 micro-batches of 8 samples on any number of ranks
 
 newest = zero.latest(folder)  # the newest whole one: what a lost rank has left half is passed over
-start = zero.load(newest).extra["step"] if newest else 0
+if newest:
+    zero.load(newest)
 if zero.rank == 0:
-    print(f"from step {start} on, {zero.world_size} ranks, {turns} micro-batches each", flush=True)
-for step in range(start, STEPS):
-    for turn in range(turns):
-        with zero.micro_batch_rng(step, turn * zero.world_size + zero.rank):  # data and dropout of this micro-batch
-            x = torch.randn(8, 16)
-            loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)) / turns
-        loss.backward()
+    print(f"from step {batches.step} on, {zero.world_size} ranks", flush=True)
+for step in batches:
+    for x in step:
+        nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    if (step + 1) % 10 == 0:
-        zero.save(folder / f"step-{step + 1:04}", {"step": step + 1}, asynchronous=True, keep=3)
+    if batches.step % 10 == 0:
+        zero.save(folder / f"step-{batches.step:04}", asynchronous=True, keep=3)

@@ -162,7 +162,7 @@ FEATURES = {
     "first value that is no number": Feature(
         r"self\.finite|finite\.|\bFinite\b|nonfinite|Nonfinite|Finding\b|\.skipped\b|judge\(",
         ("engine/finite.py",),
-        homonyms=("int8.py", "engine/tensor_parallel.py"),
+        homonyms=("int8.py", "engine/tensor_parallel.py", "batches.py"),
     ),
     "tiers": Feature(
         r"\.here\(|on_demand|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\(",

@@ -369,6 +369,20 @@ def test_every_step_is_made_once_whatever_interrupts_it(alone, tmp_path, how):
         assert reference.first_difference(want, got) == ""
 
 
+def test_a_step_that_a_scaler_passes_over_is_over():
+    """Before the next one is asked for: a checkpoint does not have it done again."""
+    model, optimizer, zero = made(1)
+    scaler, batches, places = torch.amp.GradScaler("cpu", init_scale=2.0), zero.batches(Data(), **SETTINGS), []
+    for step in batches:
+        for _, values in step:
+            scaler.scale(loss(model, values) * (float("inf") if batches.step == 2 else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        places.append(batches.step)
+    assert places == [1, 2, 3, 4, 5, 6] and scaler.get_scale() == 1.0
+
+
 def lagging():
     """What a rank hears when another one tries a step again that this one has made."""
     model, optimizer, zero = made(1)

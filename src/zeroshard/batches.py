@@ -74,6 +74,11 @@ class Batches:
         made = self._pending is not None and self.reduction.group.progress.steps > self._pending
         return self._step + made
 
+    def pass_over(self) -> None:
+        """Take note that a step whose micro-batches were all used is over without an update of the weights."""
+        if self._pending is not None:
+            self._pending = -1
+
     def _check_steps(self) -> None:
         """Refuse an epoch without a step, and rounds in which a rank would have no part of what others need."""
         per_step, size, samples = (self.settings[name] for name in ("per_step", "size", "samples"))
@@ -304,6 +309,10 @@ class Divided(Subscriber):
         inside = batches.used is not None
         batches.reduction.divisor = batches.within if inside else batches.ranks
         batches.backwards += inside
+
+    def judge(self, overflow: bool) -> None:
+        if overflow:
+            self.batches.pass_over()
 
 
 class _Manifest(Feature):

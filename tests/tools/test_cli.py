@@ -176,7 +176,7 @@ def test_the_options_are_these():
         "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
         "transport",
         "demo": "help out ranks seed steps verbose",
-        "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu-mem gpus-per-node grad-dtype help "
+        "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu gpu-mem gpus-per-node grad-dtype help "
         "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer "
         "optimizer-in-backward optimizer-over params precision "
         "prefetch preset ranks recompute reduce replicas shapes stage step-time text tokens transport units whole",

@@ -131,7 +131,7 @@ class Batches:
 
     def _fetched(self) -> Iterator[Any]:
         workers = torch.Generator().manual_seed(self._drawn("workers", self.epoch, self._step))
-        return iter(DataLoader(self.dataset, batch_sampler=_Lists(self._lists), generator=workers, **self.loader))
+        return iter(DataLoader(self.dataset, batch_sampler=self._lists(), generator=workers, **self.loader))
 
     def _end(self, step: int) -> None:
         """Be between two steps, so many of which are over."""
@@ -262,16 +262,6 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         # An iterator that only the loop holds: where that is left, by `break` or an exception, it ends at once.
         return self._batches.give_out(self._fetched)
-
-
-class _Lists:
-    """An iterable that begins anew each time, as DataLoader takes it."""
-
-    def __init__(self, lists: Callable[[], Iterator[list[int]]]) -> None:
-        self._lists = lists
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self._lists()
 
 
 class Divided(Subscriber):

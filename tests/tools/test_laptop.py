@@ -73,6 +73,9 @@ def test_what_trains_says_what_it_needs_when_it_is_asked_for(monkeypatch, platfo
 
 
 def test_an_older_torch_is_refused(monkeypatch):
+    """Than the oldest that is installed with it."""
+    oldest = ".".join(map(str, zeroshard.OLDEST))
+    assert f'"torch>={oldest},' in (ROOT / "pyproject.toml").read_text()
     monkeypatch.setattr("torch.__version__", "2.10.1+cpu")
     with pytest.raises(ImportError, match="zeroshard.shard needs torch 2.11 or newer, and this is 2.10.1"):
         _ = zeroshard.shard

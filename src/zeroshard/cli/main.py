@@ -41,7 +41,8 @@ for command in (
     app.command()(command)
 app.command("io-bench")(planning.io_bench)
 app.add_typer(looking.ckpt, name="ckpt")
-COMMANDS = "train", "demo", "explain", "plan", "verify", "simulate", "doctor", "io-bench", "ckpt"
+COMMANDS = {each.name or each.callback.__name__ for each in app.registered_commands if each.callback}
+COMMANDS |= {str(each.name) for each in app.registered_groups}
 
 # Functions of the ranks that a command starts: not commands for users, so that no suggestion names them.
 RANKS = {

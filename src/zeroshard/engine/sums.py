@@ -5,8 +5,7 @@
     land     what came is added up in rank order, and handed on where several replicas are summed
     store    the average is where it rests, and memory serves others
 
-All memory of messages is taken and given back here. `oldest` names a sum if more than so many are under
-way.
+In which order sums go on, and which memory their messages take, keep and give back, is `Flow`'s.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     Forward              its outermost call runs     frames: modules that are open, gathered units
     Backward             autograd runs its task      gradients under way, sums of which a part is missing
     Binding (a step)     `optimizer.step()` runs     weights, of which some may be updated
-    InBackward           a backward does             weights that it has updated
+    Updates              its backward does           weights that were updated in backward, and not sent
 
 The next of them, and every verb of zeroshard's, recovers first: all that are begun and do not run are abandoned, on all
 ranks together (`Schedule.recover`).

@@ -147,15 +147,19 @@ def plan(
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
         ep=ep or 1,
     )
-    if job is not None:
-        found = _compared(lambda asked: _plan_job(job, asked), asked, cluster)
-        return _noted(found, gpu)
-    asked = asked._replace(layout=asked.layout.on(accelerator=False))
-    if params is not None:
-        found = _compared(lambda asked: from_number.plan_params(quantities.count(params), asked), asked, cluster)
-        return _noted(found, gpu)
-    assert shapes is not None
-    return _noted(_compared(lambda asked: from_shapes.plan_shapes(shapes, asked), asked, cluster), gpu)
+    if job is None:
+        asked = asked._replace(layout=asked.layout.on(accelerator=False))
+
+    def planned(asked: Asked) -> Plan:
+        if job is not None:
+            return _plan_job(job, asked)
+        if params is not None:
+            return from_number.plan_params(quantities.count(params), asked)
+        assert shapes is not None
+        return from_shapes.plan_shapes(shapes, asked)
+
+    found = _compared(planned, asked, cluster)
+    return found if gpu is None else dataclasses.replace(found, notes=(gpus.note(gpu), *found.notes))
 
 
 def _limit(gpu: str | None, gpu_mem: str | None) -> int | None:
@@ -166,10 +170,6 @@ def _limit(gpu: str | None, gpu_mem: str | None) -> int | None:
             instead="one of the two",
         )  # fmt: skip
     return gpus.usable(gpu) if gpu is not None else None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem")
-
-
-def _noted(found: Plan, gpu: str | None) -> Plan:
-    return found if gpu is None else dataclasses.replace(found, notes=(gpus.note(gpu), *found.notes))
 
 
 def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **rest: Any) -> tuple[int, ...]:

@@ -177,13 +177,13 @@ def test_an_optimizer_that_rests_in_host_memory_is_cut_after_a_step():
 # --- how groups are made ---------------------------------------------------------------------------------------------
 
 
-def connected_at(replicas):
+def connected_at(replicas, over="team"):
     """How many communicators this rank has beside the program's own; they must be those of before the first backward."""
     from emulated.emuccl import _all
 
     dist.all_reduce(torch.ones(1, device="emu"))
     own = len(_all)
-    model, optimizer, zero = sharded(3, comm=Comm(replicas=replicas))
+    model, optimizer, zero = sharded(3, comm=Comm(replicas=replicas, optimizer=over))
     dist.barrier()
     before = sorted(_all)
     for number in range(2):
@@ -196,17 +196,18 @@ def connected_at(replicas):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("world", "replicas", "communicators"),
+    ("world", "replicas", "over", "communicators"),
     [
-        (2, 1, [2, 2]),  # gathers and reductions
-        (2, 2, [3, 3]),  # a pair, all copies, all ranks: a team of one gathers nothing
-        (4, 2, [5] * 4),
-        (3, 3, [3, 4, 3]),  # the one between two others is in two pairs
+        (2, 1, "team", [2, 2]),  # gathers and reductions
+        (2, 2, "team", [3, 3]),  # a pair, all copies, all ranks: a team of one gathers nothing
+        (4, 2, "team", [5] * 4),
+        (3, 3, "team", [3, 4, 3]),  # the one between two others is in two pairs
+        (4, 2, "all", [6] * 4),  # and one in which parts of earlier sums come together
     ],
 )
-def test_no_group_is_connected_within_a_backward(world, replicas, communicators):
+def test_no_group_is_connected_within_a_backward(world, replicas, over, communicators):
     """All were by `shard()`: a first collective blocks the host until all members come to theirs. And how many are."""
-    assert emulated.run(world, connected_at, replicas, group_timeout=10) == communicators
+    assert emulated.run(world, connected_at, replicas, over, group_timeout=10) == communicators
 
 
 def only_some_shard(store):
@@ -236,21 +237,22 @@ def test_a_subgroup_shards_where_groups_are_split_from_the_worlds(tmp_path):
 # --- sums on their way through replicas -------------------------------------------------------------------------------
 
 
-def relayed(replicas, stage):
+def relayed(replicas, stage, over):
     """The host waits for all that its device has at every allocation, as it may do for memory and to load kernels."""
-    model, optimizer, zero = sharded(stage, comm=Comm(replicas=replicas))
+    model, optimizer, zero = sharded(stage, comm=Comm(replicas=replicas, optimizer=over))
     for number in range(2):
         step(model, optimizer, number)
     assert_plain(model, zero)
 
 
+@pytest.mark.parametrize("over", ["team", "all"])
 @pytest.mark.parametrize(
     ("world", "replicas"),
     [(2, 2), pytest.param(3, 3, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
 )
-def test_no_device_waits_for_a_sum_that_is_sent_only_once_its_host_is_back(world, replicas):
+def test_no_device_waits_for_a_sum_that_is_sent_only_once_its_host_is_back(world, replicas, over):
     """Posted with the reduction, a receive would wait for a replica that meets this host first: a deadlock."""
-    emulated.run(world, relayed, replicas, 2, syncs_every=1, patience=8.0)
+    emulated.run(world, relayed, replicas, 2, over, syncs_every=1, patience=8.0)
 
 
 # --- ranks that are lost, and interrupts ------------------------------------------------------------------------------

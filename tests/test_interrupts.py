@@ -188,6 +188,7 @@ def raised_in_backward(stage: int, settings: dict):
 RAISED = {
     "int8": (2, {"comm": Comm(reduce="int8")}),
     "int8, cut between tensors": (2, {"comm": Comm(reduce="int8"), "layout": Layout(bounds="tensor")}),
+    "parts of sums": (4, {"comm": Comm(replicas=2, optimizer="all")}),
     "int8, of copies": (4, {"comm": Comm(reduce="int8", replicas=2)}),
     "the backend's sums": (2, {"comm": Comm(reduce="native")}),
     "weights of 8 bits": (2, {"precision": Precision(param_dtype=torch.bfloat16, fp8=True, cast_inputs=True)}),
@@ -199,6 +200,8 @@ RAISED = {
 def test_an_error_in_backward_whatever_is_sent(ranks, stage, what):
     """The rank that it happened on joins what others have sent in messages of their size; all go on bit-equal."""
     world, settings = RAISED[what]
+    if stage == 0 and what == "parts of sums":
+        pytest.skip("every rank keeps all of them")
     outcomes = ranks.run(world, raised_in_backward, stage, settings, **LIMITS)
     for rank, ((quiet, nothing), (weights, told)) in enumerate(outcomes):
         assert (nothing, told) == ([], ["MemoryError" if rank == 1 else "PeerError"])

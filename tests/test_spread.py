@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import test_bits
 import zeroshard
 from test_mesh import job_model, replicated, train, weights
 from zeroshard import Comm, Layout, Precision, sharded
@@ -62,6 +63,86 @@ def test_no_two_ranks_keep_the_same_optimizer_state(ranks, stage, dtype):
     assert sorted((o.start, o.stop) for o in owners["optimizer"])[0][0] == 0
     assert sum(o.stop - o.start for o in owners["optimizer"]) == 16 * 24
     assert sum(o.stop - o.start for o in owners["parameters"]) == 16 * 24 * (2 if stage == 3 else 4)
+
+
+# ----------------------------------------------------------------------------------------------------------------- sums
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("precision", test_bits.PRECISIONS)
+@pytest.mark.parametrize(
+    ("world", "replicas"), [(4, 2), *(pytest.param(*each, marks=pytest.mark.full) for each in ((3, 3), (6, 3), (4, 4)))]
+)
+def test_sums_whose_parts_each_replica_keeps_have_the_bits_of_plain_torch(world, replicas, precision):
+    """The next backward goes on from parts of all replicas: weights, states and norms, `==`, three backwards a step."""
+    configurations = [(stage, "many", None, "loop") for stage in STAGES]
+    comm = Comm(replicas=replicas, optimizer="all")
+    test_bits.check(world, configurations, precision, backwards=3, steps=2, comm=comm)
+
+
+def relayed(stage, backwards):
+    """Bytes that this rank sends and receives in relays, its parts of sums, and all gradients of its shards."""
+    model, optimizer, zero = spread(stage, 2)
+    for backward in range(backwards):
+        data = torch.Generator().manual_seed(10 * backward + zero.rank)
+        model(torch.randn(4, 16, generator=data)).square().mean().backward()
+    moved, sits = zero.ledger().traffic["relay"], seat(zero)
+    parts = [b.held(sits, Degree.ALL) for b in zero.partition.buckets]
+    local = sum(p.grad.to_local().numel() for p in model.parameters())
+    shards = sum(b.shard_numel(sits.position) for b in zero.partition.buckets)
+    return moved.sent, moved.sent_and_received - moved.sent, sum(last - first for first, last in parts), shards, local
+
+
+@pytest.mark.row(86)
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_averages_go_to_whoever_keeps_them_alone(ranks, stage, backwards):
+    """To the byte: sums to the next replica, averages to their owners, and before another backward back to the first."""
+    if stage == 0:
+        pytest.skip("every rank keeps all of it")
+    told = ranks.run(4, relayed, stage, backwards)
+    for position in (0, 1):
+        (sent, received, first, shards, _), (back, came, last, _, _) = told[position], told[position + 2]
+        assert first + last == shards
+        assert (sent, came) == (4 * shards * backwards, 4 * shards * backwards)
+        assert (back, received) == (4 * (first * backwards + last * (backwards - 1)),) * 2
+    numel = sum(p.numel() for p in job_model().parameters())
+    assert sum(local for *_, local in told) == numel
+
+
+def spoiled(at, micro, where):
+    model, optimizer, zero = spread(2, 2, precision=Precision(nonfinite="skip"))
+    for backward in range(2):
+        x = torch.ones(4, 16)
+        if (zero.rank, backward) == (at, micro):
+            x[1, where] = torch.nan
+        model(x).square().mean().backward()
+    optimizer.step()
+    found = zero.nonfinite
+    optimizer.zero_grad()
+    train(model, optimizer, zero, 1)  # forgiven
+    return found, zero.skipped
+
+
+@pytest.mark.parametrize("micro", [0, 1])
+@pytest.mark.parametrize("at", range(4))
+def test_a_nan_is_named_by_a_rank_that_has_handed_it_on(ranks, at, micro):
+    """It is found by whoever keeps that part of the sum, and no contribution lies beside that."""
+    for found, skipped in ranks.run(4, spoiled, at, micro, 3):
+        assert (found.rank, found.micro_batch, skipped) == (at, micro + 1, 1), found
+
+
+def cleared():
+    model, optimizer, zero = spread(2, 2, precision=Precision(nonfinite="raise"))
+    x = torch.full((4, 16), torch.nan if zero.rank == 3 else 1.0)
+    model(x).square().mean().backward()
+    for param in model.parameters():
+        param.grad.zero_()
+    optimizer.step()
+    return zero.nonfinite
+
+
+def test_a_nan_that_is_edited_away_is_forgiven(ranks):
+    assert ranks.run(4, cleared) == [None] * 4
 
 
 def edits(stage):

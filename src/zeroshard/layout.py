@@ -252,14 +252,23 @@ class Bucket(BucketKey):
             return first, last
         return self.part_start(seat, seat.replica), self.part_start(seat, seat.replica + 1)
 
+    def portions(self, seat: Seat) -> list[tuple[int, int]]:
+        """Return each replica's part of a position's shard, as its first and last + 1 element."""
+        starts = [self.part_start(seat, number) for number in range(seat.replicas + 1)]
+        return [*itertools.pairwise(starts)]
+
     def part_start(self, seat: Seat, number: int) -> int:
         """Return the element at which replica `number`'s part of this shard begins: never inside a slot's block."""
         first, last = self.shard(seat.position)
         cut = first + (last - first) * number // seat.replicas
-        slot = self.slots[slot_at([slot.start for slot in self.slots], cut)]
-        if first < cut < last and slot.start < cut < slot.stop:
-            cut -= (cut - slot.start) % (self.block or slot.numel)
-        return max(first, cut)
+        if not first < cut < last:
+            return cut
+        at = slot_at([slot.start for slot in self.slots], cut)
+        slot, *after = self.slots[at : at + 2]
+        if cut < slot.stop:
+            return max(first, cut - (cut - slot.start) % (self.block or slot.numel))
+        # Blocks go on into the padding behind a slot, up to the next one's start.
+        return min(last, after[0].start) if after else last
 
     def shard_numel(self, position: int) -> int:
         return self.bounds[position + 1] - self.bounds[position]

@@ -49,6 +49,16 @@ class Placements(NamedTuple):
         """True if parameters are sharded just as optimizer states: then masters can be all that rests of them."""
         return bool(self.parameters) and self.parameters is self.optimizer
 
+    @property
+    def owned(self) -> Degree:
+        """The placement of sums: the elements whose average a rank has at every stage, as no other of its team does."""
+        return max(Degree.TEAM, self.optimizer)
+
+    @property
+    def by_part(self) -> bool:
+        """True if each replica has a part only of the average of its shard."""
+        return self.owned > Degree.TEAM
+
     def sharded(self) -> dict[str, bool]:
         """Return for each state if it is sharded at all."""
         return {state: bool(degree) for state, degree in self._asdict().items()}
@@ -73,6 +83,7 @@ class Seat(NamedTuple):
     replicas: int = 1  # the length of that
     part: int = 0  # which rows of a tensor along an axis the team has
     parts: int = 1  # how many teams have rows of it
+    by_part: bool = False  # does each replica keep a part only of what it adds up?
     mirrored: bool = False  # do all replicas compute the same, so that their gradients are not added up?
     grid: Grid = Grid()
     axis: str = "shard"
@@ -151,7 +162,7 @@ def placements(stage: int, *, spread: bool = False, once: bool = False, in_backw
 
     Raises `UserError` for a stage other than 0, 1, 2, 3, and for settings that the stage does not allow.
 
-    spread: shard what an optimizer updates and keeps over the ranks of all replicas.
+    spread: shard what an optimizer updates and keeps over the ranks of all replicas, and gradients, if sharded at all.
     once: keep one copy of the parameters on each host, whole for every rank; each rank writes what it updates.
     in_backward: shard gradients as optimizer states, since each lives only for the update of a rank's own elements.
     """
@@ -161,4 +172,4 @@ def placements(stage: int, *, spread: bool = False, once: bool = False, in_backw
     assert row.optimizer or not (spread or once), "engine/refused.py has refused it"
     row = row._replace(parameters=Degree.RANK) if once else row
     row = row._replace(gradients=row.optimizer) if in_backward else row
-    return row._replace(optimizer=Degree.ALL) if spread else row
+    return row._replace(optimizer=Degree.ALL, gradients=row.gradients and Degree.ALL) if spread else row

@@ -57,6 +57,9 @@ class Settings(NamedTuple):
             offload["gradients"] = offload["optimizer"]
         if offload and stage == 3 and "fp8" not in precision and draw.random() < 0.5:
             offload["parameters"] = offload["optimizer"]
+        parts = "replicas" in comm and stage and bounds != "tensor" and "split_master" not in precision
+        if parts and random.Random(f"over {number}").random() < 0.5:  # of its own: no other draw changes by it
+            comm["optimizer"] = "all"
         verbs = ["gathered", "export", "evaluate", "write"] + ["full", "no_sync"] * (not in_backward)
         return Settings(
             number, size, stage, comm, precision, layout, offload, in_backward, draw.random() < 0.5,

@@ -1,6 +1,7 @@
 """The running sum of one bucket's gradients, and an entry for each parameter that adds to it.
 
-After backward every rank holds its shard of each bucket's running sum (`Accumulator.sum`), at every stage.
+After backward every rank holds its shard of each bucket's running sum (`Accumulator.sum`), at every stage; or, where
+the optimizer is sharded over all replicas, its part of the shard.
 
 The sum is divided by the number of ranks late, because (a / 3) * 3 is not a: reading divides a copy, only editing or
 stepping divides in place. Where nothing is lost by it (`divides_exactly`) it is divided whenever something has landed.
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Slot
-from ..numerics import average_
+from ..numerics import average_, divides_exactly
 from ..ranks.transport import Work
 from .buffer import Buffer
 from .flat import Flat
@@ -47,7 +48,7 @@ _LEGAL = {
 
 
 class Accumulator:
-    """The running sum of one bucket's gradients since they were last cleared, this rank's shard of it."""
+    """The running sum of one bucket's gradients since they were last cleared: what this rank owns of it."""
 
     def __init__(self, buffer: Buffer, divisor: int) -> None:
         """divisor: the number that the sum is divided by, of ranks unless something else says how many it adds up."""
@@ -59,7 +60,7 @@ class Accumulator:
         self.divisor = divisor
         self.holds = Holds.NOTHING
         self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
-        self.aside: Tensor | None = None  # this rank's shard of `sum`, while a contribution lies where it was
+        self.aside: Tensor | None = None  # what this rank owns of `sum`, while a contribution lies where it was
         self.blocks: Any = None  # its map from blocks to entries, once a norm was asked for: `norms.py`
 
     def _move(self, holds: Holds) -> None:
@@ -78,13 +79,30 @@ class Accumulator:
 
     @property
     def own(self) -> Tensor:
-        """This rank's shard of the sum, 1-D; inside sum.here()."""
+        """The elements of the sum that this rank owns, 1-D; inside sum.here()."""
         return self.sum.own if self.aside is None else self.aside
 
+    def divides(self, sent: torch.dtype) -> bool:
+        """Tell if the sum is divided as it lands, of contributions of this dtype: where nothing is lost by it."""
+        return divides_exactly(self.buffer.grad_dtype, sent, self.divisor)
+
+    def _elsewhere(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor | None:
+        """Take memory for what is owned, if that does not rest on the device."""
+        first, last = self.buffer.owned
+        return None if self.sum.on_device else take(last - first, self.sum.dtype)
+
     def landing(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        """Return where an average arrives that replaces this rank's shard: where that rests, if on the device."""
-        own = self.bucket.shard_numel(self.buffer.team.position)
-        return self.sum.own if self.sum.on_device else take(own, self.sum.dtype)
+        """Return where an average arrives that replaces what is owned: where that rests, if on the device."""
+        found = self._elsewhere(take)
+        return self.sum.own if found is None else found
+
+    def kept(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+        """Return what is owned, on the device: where it rests, or in memory that `take` makes."""
+        found = self._elsewhere(take)
+        if found is None:
+            return self.own
+        self.sum.copy(self.sum.owned[0], found)
+        return found
 
     def fragment(self, index: int) -> Tensor:
         """Return this rank's elements of one slot of the sum, 1-D (possibly empty); inside sum.here()."""
@@ -157,7 +175,7 @@ class Accumulator:
         self.rounded = False
 
     def set_aside(self, take: Callable[[int, torch.dtype], Tensor]) -> None:
-        """Copy this rank's shard of the sum to memory that `take` makes, so that its own may hold a contribution."""
+        """Copy what is owned of the sum to memory that `take` makes, so that its own may hold a contribution."""
         self.undo_average()
         self.aside = take(self.own.numel(), self.sum.dtype).copy_(self.own)
 

@@ -193,9 +193,10 @@ class Buffer:
             self.parameters, self.codec = self.master, Cast(self)
 
     def reserve_gradients(self) -> None:
-        """Reserve the accumulator of averaged gradients: full-size if gradients are replicated, else the shard."""
+        """Reserve the accumulator of averaged gradients: full-size if gradients are replicated, else what is owned."""
         if self.gradients is None:
             self.gradients = self.reserve("gradients", self.grad_dtype, self.placements.gradients)
+            self.gradients.owned, self.gradients.by_part = self.owned, self.placements.by_part
 
     def reserve_master(self) -> None:
         """Make masters for a bucket that was frozen at construction, seeded from the parameters themselves."""
@@ -222,8 +223,8 @@ class Buffer:
 
     @property
     def owned(self) -> tuple[int, int]:
-        """Bucket elements [first, last) of this rank's shard."""
-        return self.bucket.shard(self.team.position)
+        """Bucket elements [first, last) whose average this rank has at every stage: its shard, or its part of that."""
+        return self.bucket.held(self.team.seat, self.placements.owned)
 
     def among(self, slot: Slot) -> Among:
         """Tell where a slot lies in its tensor, of which other teams may hold other parts."""

@@ -91,7 +91,7 @@ class Plain:
     def _own_shard(self, dtype: torch.dtype) -> Tensor:
         buffer = self.buffer
         whole = torch.zeros(buffer.bucket.numel, dtype=dtype, device=buffer.tier.device)
-        first, last = buffer.owned
+        first, last = buffer.parameters.owned
         buffer.parameters.copy(first, whole[first:last])
         return whole
 

@@ -52,6 +52,10 @@ class Finding(NamedTuple):
         return f"{what} in the gradient of micro-batch {self.micro_batch} of step {self.step}, on {whose}"
 
 
+def _place(finding: Finding) -> tuple[str, int]:
+    return finding.parameter, finding.element
+
+
 def first_nonfinite(flat: Tensor) -> int | None:
     """Return the index of the first element of a 1-D tensor that is NaN or infinite; None if all are finite."""
     if simulated(flat) or not flat.numel() or ask(flat.sum(dtype=torch.float32).isfinite()):
@@ -71,7 +75,8 @@ class Finite(Subscriber):
         self.last: Finding | None = None  # that the ranks have agreed on
         self._in_a_row = 0
         self._micro_batch = 0
-        self._seen: Finding | None = None
+        self._seen: Finding | None = None  # in what this rank owns
+        self._passed: dict[tuple[str, int], tuple[Accumulator, Finding]] = {}  # in sums that this rank hands on
         self._lies: tuple[Accumulator, int, int] | None = None  # slot and element, for as long as it counts
 
     def begin(self) -> None:
@@ -80,6 +85,7 @@ class Finite(Subscriber):
         self._forgive()
 
     def _forgive(self) -> None:
+        self._passed = {place: found for place, found in self._passed.items() if found[0].filled}
         if self._lies is not None:
             accumulator, index, at = self._lies
             with accumulator.sum.here(changed=False):
@@ -87,11 +93,32 @@ class Finite(Subscriber):
                     self._seen = self._lies = None
 
     def summed(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
-        """Look for a NaN or infinity in a sum."""
-        buffer = accumulator.buffer
-        slots, (first, last), seat = accumulator.bucket.slots, buffer.owned, buffer.team.seat
-        if not self.looks or self._seen is not None or self._is_finite(total, [s.slice_of(first, last) for s in slots]):
+        """Look for a NaN or infinity in a sum; or note what is in one that others own, for whom it is too late to see
+        whose it was."""
+        if not self.looks:
             return
+        if accumulator.sum.by_part and pieces:
+            bucket, seat = accumulator.bucket, accumulator.buffer.team.seat
+            for first, last in bucket.portions(seat):
+                if found := self._find(accumulator, pieces, total, bucket.shard(seat.position)[0], first, last):
+                    self._passed.setdefault(_place(found[0]), (accumulator, found[0]))
+        elif self._seen is None:
+            first, last = accumulator.sum.owned
+            if found := self._find(accumulator, pieces, total, first, first, last):
+                self._seen, index, at = found
+                self._lies = accumulator, index, at
+
+    def _find(
+        self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor, begin: int, first: int, last: int
+    ) -> tuple[Finding, int, int] | None:
+        """Return what is found in bucket elements [first, last), its slot, and the element of that slot's fragment.
+
+        pieces, total: these and others, from bucket element `begin` on.
+        """
+        buffer, slots = accumulator.buffer, accumulator.bucket.slots
+        seat, total = buffer.team.seat, total[first - begin : last - begin]
+        if self._is_finite(total, [slot.slice_of(first, last) for slot in slots]):
+            return None
         for index, slot in enumerate(slots):
             part, where = slot.within(first, last), slot.slice_of(first, last)
             fragment = total[where]
@@ -100,14 +127,14 @@ class Finite(Subscriber):
                 rank = -1
                 whose = seat.members(self.group.rank) if len(pieces) == seat.size else range(self.group.ranks)
                 if len(pieces) == len(whose):
-                    theirs = [float(ask(piece[where][at])) for piece in pieces]
+                    there = slice(where.start + first - begin, where.stop + first - begin)
+                    theirs = [float(ask(piece[there][at])) for piece in pieces]
                     found = (position for position, value in enumerate(theirs) if not abs(value) < torch.inf)
                     rank = next((whose[position] for position in found), -1)
                 step, value = self.group.progress.steps + 1, str(float(ask(fragment[at])))
                 element = buffer.among(slot).element(part.start + at)
-                self._seen = Finding(step, self._micro_batch, rank, slot.name, element, value)
-                self._lies = accumulator, index, at
-                return
+                return Finding(step, self._micro_batch, rank, slot.name, element, value), index, at
+        return None
 
     @staticmethod
     def _is_finite(total: Tensor, places: Sequence[slice]) -> bool:
@@ -148,11 +175,18 @@ class Finite(Subscriber):
         self._forgive()
         if not any(self.group.flags(bytes([self._seen is not None]))):
             self._in_a_row = 0
+            self._passed.clear()
             return False
-        told: list[Any] = self.group.describe(self._spoiled(buffers) or self._seen)
-        found = [Finding(*each) for each in told if each is not None]
-        # Each replica has an owner of the element. The owner whose own team sent the value knows its rank.
+        passed = [found for _, found in self._passed.values()]
+        told: list[Any] = self.group.describe((self._spoiled(buffers) or self._seen, passed))
+        self._passed.clear()
+        found = [Finding(*own) for own, _ in told if own is not None]
+        # Each replica has an owner of the element. The owner whose own team sent the value knows its rank; or, where
+        # replicas own parts, a rank that has handed it on.
         self.last = min(found, key=lambda finding: (finding.micro_batch, finding.rank < 0))
+        for witness in (Finding(*each) for _, theirs in told for each in theirs):
+            if self.last.rank < 0 <= witness.rank and _place(witness) == _place(self.last):
+                self.last = witness
         if self.action == "raise" or not self.last.micro_batch:
             raise NotFiniteError(
                 "a gradient is not finite: nothing was updated"

@@ -38,6 +38,8 @@ from ..tiers.tier import Part, Pinned, Rest, Tier
 class Flat:
     """The elements [first, last) of a bucket that rest on this rank as one of its states."""
 
+    by_part = False  # does each replica keep up a part only of its shard?
+
     def __init__(
         self, bucket: Bucket, group: Group, rest: Rest, dtype: torch.dtype, degree: Degree, state: str = ""
     ) -> None:
@@ -49,6 +51,7 @@ class Flat:
         self.degree = degree
         self.state = state  # what the ledger calls it
         self.first, self.last = bucket.held(self.team.seat, degree)
+        self.owned = bucket.held(self.team.seat, max(degree, Degree.TEAM))  # what this rank keeps up of that
 
     @classmethod
     def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
@@ -71,8 +74,8 @@ class Flat:
 
     @property
     def own(self) -> Tensor:
-        """This rank's shard, 1-D; inside here()."""
-        return self.of(*self.bucket.shard(self.team.position))
+        """The elements that this rank keeps up, 1-D; inside here()."""
+        return self.of(*self.owned)
 
     def part(self, first: int, last: int) -> Part:
         """Return bucket elements [first, last), wherever they rest."""
@@ -114,29 +117,31 @@ class Flat:
 
     # --- between ranks ----------------------------------------------------------------------------------------------
 
-    def redistribute(self, to: Tensor | None = None, *, owned: bool = False, kept: bool = True) -> Work:
+    def redistribute(self, to: Tensor | None = None, *, summed: bool = False, kept: bool = True) -> Work:
         """Send every owner's elements to all ranks of the team: the whole bucket into `to`, or to where it rests.
 
         to: 1-D, on the device; its dtype is the one that travels. It is filled once the work was waited for.
-        owned: only this rank's shard of what rests here counts, as of a running sum. Else, with `to`, what rests whole
+        summed: only what is `owned` of what rests here counts, as of a running sum. Else, with `to`, what rests whole
             on every rank is copied and not sent.
         kept: without `to`, keep what arrives where it rests. What rests off the device is there on return.
 
         A rank that cannot bring its part to `to` reports the error, and takes part nevertheless: others wait for it.
         """
         if to is not None:
-            here = self.degree is Degree.RANK and not owned
-            first, last = (0, self.bucket.numel) if here else self.bucket.shard(self.team.position)
+            here = self.degree is Degree.RANK and not summed
+            first, last = (0, self.bucket.numel) if here else self.owned
             aside = streams(to.device) and not self.on_device  # what computes meanwhile does not wait for it
             with behind(TO_THE_DEVICE, to.device) if aside else contextlib.nullcontext():
                 self.copy(first, to[first:last])
+                if not here and self.by_part:
+                    self._complete(to[slice(*self.bucket.shard(self.team.position))])
                 work = Work() if here else self.team.gather(to, self.bucket, self.state)
                 return work.after(event(to.device)) if aside else work
         if self.rest.on_device:  # one that passes is there: the caller has it here()
             return self.team.gather(self.tensor, self.bucket, self.state)
         if streams(self.team.device) and not self.on_demand:
             moved = torch.empty(self.bucket.numel, dtype=self.dtype, device=self.team.device)
-            self.give(moved[slice(*self.bucket.shard(self.team.position))])
+            self.give(moved[slice(*self.owned)])
             self.team.gather(moved, self.bucket, self.state).wait()
             self.rest.take(0, moved, fresh=True).wait()
             return Work()
@@ -163,9 +168,12 @@ class Flat:
         with self.here():
             own = self.own
             moved = own.to(self.team.device)  # itself, where host and device are one
-            self.team.share(moved, self.bucket, self.state).wait()
+            self._complete(moved)
             if moved is not own:
                 own.copy_(moved)
+
+    def _complete(self, shard: Tensor) -> None:
+        self.team.share(shard, self.bucket, self.state).wait()
 
     @property
     def lands_at_once(self) -> bool:
@@ -178,18 +186,17 @@ class Flat:
             self.redistribute().wait()
 
     def take(self, values: Tensor, *, fresh: bool) -> Event:
-        """Replace the own shard by values of the device, which must stay what they are until the event that it returns.
+        """Replace what is owned by values of the device, which must stay what they are until the event that it returns.
 
-        fresh: of what rests here only the shard counts.
+        fresh: nothing else that rests here counts.
         """
-        first, _ = self.bucket.shard(self.team.position)
         with self._copied(values) if asynchronous(values.device) else contextlib.nullcontext():
-            return self.rest.take(first - self.first, values, fresh=fresh)
+            return self.rest.take(self.owned[0] - self.first, values, fresh=fresh)
 
     def give(self, to: Tensor) -> None:
-        """Fill `to`, of the device, with the own shard, in the order of the current stream."""
+        """Fill `to`, of the device, with what is owned, in the order of the current stream."""
         with self._copied(to):
-            self.rest.give(self.bucket.shard(self.team.position)[0] - self.first, to)
+            self.rest.give(self.owned[0] - self.first, to)
 
     @contextlib.contextmanager
     def _copied(self, values: Tensor) -> Iterator[None]:

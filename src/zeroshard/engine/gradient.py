@@ -229,7 +229,7 @@ class Gradients:
     def _full(self, entry: Entry) -> Tensor:
         accumulator, slot = entry.accumulator, entry.slot
         whole = blank(accumulator.bucket.numel, accumulator.sum.dtype, self.group.device)
-        accumulator.sum.redistribute(whole, owned=True).wait()
+        accumulator.sum.redistribute(whole, summed=True).wait()
         if accumulator.sum.on_demand:  # on some rank it may not have come
             self.agree()
         found = whole[slot.start : slot.stop].view(slot.shape).clone()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,8 @@ def norms(book: Gradients, order: float) -> Tensor:
 
     def tally_up(accumulator: Accumulator) -> None:
         blocks = _blocks(accumulator)
-        sums = block_sums(accumulator.sum.own, blocks, 1 if accumulator.averaged else accumulator.divisor, order)
+        counted = accumulator.sum.of(*accumulator.buffer.saves)
+        sums = block_sums(counted, blocks, 1 if accumulator.averaged else accumulator.divisor, order)
         at = sums.device
         if at not in tallies:
             tallies[at] = _tally(count, order, at)
@@ -68,10 +70,11 @@ def norms(book: Gradients, order: float) -> Tensor:
 def _blocks(accumulator: Accumulator) -> BlockMap:
     """Return the map from the blocks of a rank's shard to entries of the book of gradients, made once."""
     if accumulator.blocks is None:
-        buffer, own = accumulator.buffer, accumulator.sum.own
-        parts = (slot.slice_of(*buffer.owned) for slot in accumulator.bucket.slots)
+        buffer = accumulator.buffer
+        first, last = buffer.saves
+        parts = (slot.slice_of(first, last) for slot in accumulator.bucket.slots)
         spans = [(e.number, p.start, p.stop) for e, p in zip(accumulator.entries, parts, strict=True) if p.stop]
-        made = BlockMap(own.numel(), min(BLOCK, buffer.align), spans, own.device)
+        made = BlockMap(last - first, min(BLOCK, buffer.align), spans, accumulator.sum.tensor.device)
         buffer.tier.ledger.hold_while(made, "norms", made.nbytes)
         accumulator.blocks = made
     found: BlockMap = accumulator.blocks
@@ -86,9 +89,9 @@ def _tally(count: int, order: float, device: torch.device) -> Tensor:
 
 
 def _filled(book: Gradients) -> Iterator[Accumulator]:
-    """Yield accumulators with a sum of which this rank has a part, on the first replica alone; prefetch the next."""
-    having = [each for each in book.accumulators if each.filled and not each.buffer.team.seat.replica]
-    found = [each for each in having if each.bucket.shard_numel(each.buffer.team.position)]
+    """Yield accumulators with a sum of which this rank counts elements, as no other does; prefetch the next."""
+    having = [each for each in book.accumulators if each.filled]
+    found = [each for each in having if operator.lt(*each.buffer.saves)]
     for accumulator, after in zip(found, [*found[1:], None], strict=False):
         with book.reporting():
             accumulator.sum.ahead()

@@ -310,9 +310,10 @@ _FOREACH = {
 
 
 def _pieces(entry: Entry) -> list[Any]:
-    """Return the axis of a parameter's team and the elements that each rank of it owns, to compare two parameters."""
-    bucket = entry.accumulator.buffer.bucket
-    return [bucket.along, *(bucket.fragment(entry.slot, position) for position in range(bucket.size))]
+    """Return the axis of a parameter's team and the elements that each rank owns, to compare two parameters."""
+    bucket, seat = entry.accumulator.bucket, entry.accumulator.buffer.team.seat
+    seats = [seat._replace(position=position) for position in range(bucket.size)]
+    return [bucket.along, *(entry.slot.within(*each) for of in seats for each in bucket.portions(of))]
 
 
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:

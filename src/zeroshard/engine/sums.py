@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..device import Event, asynchronous
 from ..errors import TierError
 from ..flow import Flow, Scratch
 from ..headroom import LEAVING
-from ..numerics import divides_exactly, fold, simulated
+from ..numerics import fold, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..ranks.transport import Work
@@ -35,12 +36,20 @@ class Delivery:
     """The way of one bucket's sum to where it rests. By default this rank adds up all that it is made of."""
 
     first = last = True  # does this rank begin the sum, and divide it?
+    start: Tensor | None = None  # what this rank goes on from, if that does not rest with it
+    apart = False  # does the sum begin and end with others than those that add it up?
 
     def __init__(self, running: Tensor | None = None, average: Tensor | None = None) -> None:
         """running: where it is added up, else where it rests. average: what replaces the sum that rests, if that is
         elsewhere."""
         self.running, self.average = running, average
         self.came = self.back = Work()  # `running` from others, for this rank to add to; and `average`
+        self.beside: list[Tensor] = []  # other memory that it takes, until the average is there
+
+    @property
+    def into(self) -> Tensor | None:
+        """The memory that this rank adds up in, if that is not where the sum rests."""
+        return self.average if self.last else self.running
 
     def receive(self) -> None:
         """Launch the receive of `running`, if other ranks begin the sum."""
@@ -85,10 +94,11 @@ class Sums(Flow[Sent, Tensor]):
         tier: DeviceTier,
         settings: Comm,
         subscribers: Sequence[Subscriber],
-        deliver: Callable[[Accumulator, Scratch[Tensor]], Delivery],
+        deliver: Callable[[Accumulator, Scratch[Tensor], torch.dtype], Delivery],
         stored: Callable[[Contribution], None],
     ) -> None:
-        """deliver: makes each sum's delivery. stored: called with each contribution whose average is where it rests."""
+        """deliver: makes the delivery of each sum, of contributions of a dtype. stored: called with each contribution
+        whose average is where it rests."""
         super().__init__(tier, group.team.messages(tier) if group.team.shares else None, group.team.seat.replicas)
         self.group = group
         self.native = settings.reduce == "native"
@@ -147,7 +157,7 @@ class Sums(Flow[Sent, Tensor]):
             receive = self.scratch.take(own * team.room * contribution.sources, send.dtype)
             work = team.reduce(send, receive, bucket, contribution.sources)
         contribution.move(State.SENT)
-        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch)))
+        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch, send.dtype)))
 
     # --- the sum ----------------------------------------------------------------------------------------------------
 
@@ -160,14 +170,15 @@ class Sums(Flow[Sent, Tensor]):
         if own and delivery.running is None and staged:
             delivery.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
-        divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
-        if delivery.first and not (divided and accumulator.averaged):
+        divided = accumulator.divides(receive.dtype)
+        if delivery.first and not delivery.apart and not (divided and accumulator.averaged):
             accumulator.undo_average()
         if own:
             try:
                 begun = accumulator.sum.here(changed=delivery.last, fresh=not accumulator.filled)
                 # Is added to what rests, or into it?
-                adds = delivery.first and (accumulator.filled or delivery.average is None) and not staged
+                adds = delivery.first and (accumulator.filled or delivery.average is None)
+                adds &= not (staged or delivery.apart)
                 with begun if adds else contextlib.nullcontext():
                     if not simulated(receive):
                         self._fold(sent, divided=divided)
@@ -184,9 +195,11 @@ class Sums(Flow[Sent, Tensor]):
     def _fold(self, sent: Sent, *, divided: bool) -> None:
         """Add this rank's contributions to what came, or, on the first replica, to what there is."""
         accumulator, delivery = sent.contribution.accumulator, sent.delivery
-        into = delivery.running if not delivery.last else delivery.average
-        total = accumulator.own if into is None or (delivery.last and accumulator.aside is not None) else into
-        start = delivery.running if not delivery.first else self._start(accumulator, total)
+        into = delivery.into
+        rests = delivery.last and accumulator.aside is not None and not delivery.apart
+        total = accumulator.own if into is None or rests else into
+        begins = delivery.first and not delivery.apart
+        start = self._start(accumulator, total) if begins else delivery.start
         times = accumulator.divisor if delivery.first and accumulator.averaged else 1
         pieces = [piece.to(total.device) for piece in self._pieces(sent)]
         fold(total, pieces, start=start, times=times, over=accumulator.divisor if delivery.last and divided else 1)
@@ -225,6 +238,9 @@ class Sums(Flow[Sent, Tensor]):
 
     def store(self, sent: Sent) -> None:
         accumulator, average = sent.contribution.accumulator, sent.delivery.average
+        if sent.delivery.apart and average is not None:
+            for each in self._subscribers:
+                each.summed(accumulator, (), average)
         try:
             if average is not None and not accumulator.sum.on_device:
                 self._leaving.append((accumulator.sum.take(average, fresh=True), average))
@@ -233,7 +249,8 @@ class Sums(Flow[Sent, Tensor]):
             accumulator.sum.behind()
         except TierError as error:
             self.group.report(error)
-        self.scratch.give_back(average)  # one that could not be put where it rests
+        for unused in (average, *sent.delivery.beside):  # an average that could not be put where it rests
+            self.scratch.give_back(unused)
         self._stored(sent.contribution)
 
     def leave(self, allowed: int) -> None:

@@ -347,7 +347,7 @@ def _whole(running: ModelState) -> dict[str, Tensor]:
 def _gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Tensor]:
     """Gather a bucket on every rank as it is written: each casts what it owns, or the part of it that it updates."""
     flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
-    low, high = buffer.owned
+    low, high = buffer.bucket.shard(buffer.team.position)
     first, last = max(low, buffer.updating.first), min(high, buffer.updating.last)
     try:
         with together.noting():

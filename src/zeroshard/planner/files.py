@@ -89,9 +89,12 @@ class _Step:
         self.mastered = {at for at, each in rests.items() if each.master not in (Master.NONE, Master.SPLIT)}
         self.at_once = not any(row.kind == "gradients" for each in rests.values() for row in each.rows)
         # A rank without a shard of a bucket adds up no gradients of it. Of replicas the first adds to the gradients
-        # that it has; the others replace theirs by the sum that arrives.
+        # that it has; the others replace theirs by the sum that arrives. Where each keeps a part all of them read it.
+        by_part = found.placements.by_part
         self.adds = {
-            b.index: found.seats.of(b).replica == 0 for b in trained if b.shard_numel(found.seats.of(b).position)
+            b.index: by_part or found.seats.of(b).replica == 0
+            for b in trained
+            if b.shard_numel(found.seats.of(b).position)
         }
         made = [bucket.index for bucket in trained if bucket.index in self.masters.slots][-BUFFERS:]
         self.masters.rooms = dict.fromkeys(made, False)  # they were made from the parameters

@@ -183,13 +183,15 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     codecs = [each.codec for each in run.zero._engine.reduction.contributions.values()]
     trained = sum(codec.bucket.numel * codec.dtype.itemsize for codec in codecs)
     relays = [event for event in run.events if event.verb == "relay"]
-    # What the last replica sends is averages, to all others; the others receive one, and all but the first a sum too.
-    replica, last = run.zero._engine.group.team.seat.replica, run.zero.replicas - 1
-    backs = [e.sent // last if replica == last else e.received - e.logical * (replica > 0) for e in relays]
+    summed = {each.bucket.index: each.sum for each in run.zero._engine.gradients.accumulators}
+    averages = [summed[e.bucket] for e in relays if e.bucket is not None]
+    backs = [each.bucket.shard_numel(each.team.position) * each.dtype.itemsize for each in averages]
     on, back = (sum(column) // RECORDED for column in ([e.logical for e in relays], backs))
+    by_part = run.zero.placements.by_part
+    reductions = len(relays) // max(len({each.bucket for each in relays}) * RECORDED, 1)
     return traffic.Traffic(
         round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, traffic.NOTHING,
-        traffic.relayed(on, back, run.zero.replicas), shared,
+        traffic.relayed(on, back, run.zero.replicas, max(reductions, 1), by_part=by_part), shared, by_part,
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
             files=sum(on_disk.values()),
             moves=files.closed_moves(
                 on_disk, placements, mastered="master" in recipes.with_masters(recipe, asked.fractions).optimizer,
-                accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1,
+                accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1 or placements.by_part,
             ),
             buckets=-(-math.ceil(numel * recipe.parameters) // int(_bucket_nbytes(numel, asked))),
         )  # fmt: skip

@@ -262,6 +262,7 @@ class _Sent(NamedTuple):
     receive: tuple[int] | None
     running: tuple[int] | None
     average: tuple[int] | None
+    beside: tuple[int] | None
 
 
 class _Sums(Flow[_Sent, tuple[int]]):
@@ -279,6 +280,7 @@ class _Sums(Flow[_Sent, tuple[int]]):
 
     def store(self, each: _Sent) -> None:
         self.scratch.give_back(each.average)
+        self.scratch.give_back(each.beside)
         self._averaged(each.bucket)
 
 
@@ -308,7 +310,8 @@ def _reductions(
     ranks cannot read them.
 
     With replicas each sum has a running sum of the own shard beside it, and an average where gradients do not rest on
-    the device.
+    the device. Where each replica keeps a part of a shard, the first and the last hold all of it for as long, in the
+    gradients' dtype: what an earlier backward left, and the average.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
@@ -333,11 +336,15 @@ def _reductions(
         seat, rests = seats.of(bucket), _on_device(resting, bucket, "gradients")
         comes = bucket.shard_numel(seat.position) * room(bucket.size)
         receive = None if shares and bucket.size > 1 else sums.scratch.take(comes, itemsize)
-        running = average = None
+        running = average = beside = None
         if replicas > 1 and (own := bucket.shard_numel(seats.everyone.position)):
             running = sums.scratch.take(own, sizes.running)
-            average = sums.scratch.take(own, sizes.gradients) if sizes.in_backward or not rests else None
-        return _Sent(bucket, begun[bucket.index], receive, running, average)
+            ends = seat.replica == replicas - 1 or (seat.replica == 0 and not (fresh or no_sync))
+            if placements.by_part and ends and sizes.running != sizes.gradients:
+                beside = sums.scratch.take(own, sizes.gradients)
+            first, last = bucket.held(seats.everyone, placements.owned)
+            average = sums.scratch.take(last - first, sizes.gradients) if sizes.in_backward or not rests else None
+        return _Sent(bucket, begun[bucket.index], receive, running, average, beside)
 
     begin(trainable if no_sync else [])
     most: dict[int, dict[str, int]] = {}

@@ -286,9 +286,8 @@ def fullest_rank(
     parts: what each rank of all replicas updates, if the optimizer is sharded over them: a rank is returned then.
     """
     cast = recipe.cast * placements.together
-    stored = recipe.parameters * (1 - cast) * bool(placements.parameters) + recipe.kept_gradients * bool(
-        placements.gradients
-    )
+    stored = recipe.parameters * (1 - cast) * bool(placements.parameters)
+    sums = recipe.kept_gradients * bool(placements.gradients)
     master = recipe.optimizer.get("master", Fraction()) * bool(placements.optimizer)
     kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
     each = sum(recipe.per_tensor.values())
@@ -296,7 +295,8 @@ def fullest_rank(
     def held(rank: int) -> tuple[Fraction, int]:
         mine, own = ranks[rank % len(ranks)], ranks[rank] if parts is None else parts[rank]
         beside = (kept * own.numel + each * own.fragments) * bool(placements.optimizer)
-        return stored * mine.shard + master * own.shard + beside, rank
+        summed = own if placements.gradients is Degree.ALL else mine
+        return stored * mine.shard + sums * summed.shard + master * own.shard + beside, rank
 
     return max(range(len(parts or ranks)), key=held)
 
@@ -324,7 +324,7 @@ def recipe_traffic(
         if bucket.trainable:
             on += reductions * math.ceil(own * running(recipe))
             back += reductions * math.ceil(own * recipe.gradients)
-        if bucket.trainable and placements.optimizer is Degree.ALL:
+        if bucket.trainable and placements.by_part:
             first, last = bucket.held(seats.everyone, Degree.ALL)
             part, whole = (math.ceil(numel * recipe.parameters) for numel in (last - first, own))
             share = Moved(*map(sum, zip(share, split(whole, part, replicas), strict=True)))
@@ -335,5 +335,8 @@ def recipe_traffic(
             ),
         )
         totals = [Moved(*map(sum, zip(*pair, strict=True))) for pair in zip(totals, both, strict=True)]
-    found = Traffic(reductions, gathers, totals[0], totals[1], NOTHING, relayed(on, back, replicas), share)
+    found = Traffic(
+        reductions, gathers, totals[0], totals[1], NOTHING,
+        relayed(on, back, replicas, reductions, by_part=placements.by_part), share, placements.by_part,
+    )  # fmt: skip
     return shared(found) if shares else found

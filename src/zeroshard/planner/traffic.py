@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..stage import Degree, Placements, seat
+from ..stage import Placements, seat
 from .closed import share
 from .quantities import plain
 from .recipes import Bytes, Recipe
@@ -42,7 +42,7 @@ class Traffic:
 
     recompute: what recomputation gathers once more. relay: what K replicas hand on to each other, on average: the first
     sends no averages, the last no sums. share: what they send each other of a shard after the step, where each has
-    updated a part of it.
+    updated a part of it. straight: do averages go to the one replica each that keeps them?
     """
 
     reductions: float  # a job that does not use or train all of itself takes less than whole passes
@@ -52,6 +52,7 @@ class Traffic:
     recompute: Moved
     relay: Moved = NOTHING
     share: Moved = NOTHING
+    straight: bool = False
 
     @property
     def passes(self) -> float:
@@ -107,14 +108,18 @@ def running(recipe: Recipe) -> Bytes:
     return max(recipe.gradients, Bytes(4))
 
 
-def relayed(on: int, back: int, replicas: int) -> Moved:
-    """Count what one reduction of a shard sends between K replicas, per rank and on average; rounded up.
+def relayed(on: int, back: int, replicas: int, reductions: int = 1, *, by_part: bool = False) -> Moved:
+    """Count what reductions of a shard send between K replicas, per rank and on average; rounded up.
 
-    on: bytes of its running sum, which goes from each replica to the next. back: of its average, which goes from the
-    last one to all others. A ring that adds up K shards sends as many elements.
+    on: bytes of its running sums, which go from each replica to the next. back: of its averages, which go from the last
+    one to all others. A ring that adds up K shards sends as many elements.
+    by_part: of these each gets a part. Of several `reductions` each goes on from the one before, whose parts go to the
+    first replica.
     """
     if replicas == 1:
         return NOTHING
+    if by_part:
+        back = -(-(back + back * (reductions - 1) // reductions) // replicas)
     sent = -(-(replicas - 1) * (on + back) // replicas)
     return Moved(on, sent, 2 * sent)
 
@@ -149,17 +154,19 @@ def per_step(
         part = share(elements, group)
         return moved(part * group, part, group, nbytes)
 
-    own = share(numel, group)
+    own, by_part = share(numel, group), placements.by_part
     part = math.ceil(share(own, replicas) * recipe.parameters)
     on, back = (reductions * math.ceil(own * nbytes) for nbytes in (running(recipe), recipe.gradients))
+    relay, split_up = relayed(on, back, replicas, reductions, by_part=by_part), split(part * replicas, part, replicas)
     return Traffic(
         reductions,
         gathers,
         once(numel, reduced)[0].times(reductions),
         once(numel, gathered)[1].times(gathers),
         once(recompute, recipe.parameters)[1],
-        relayed(on, back, replicas),
-        split(part * replicas, part, replicas) if placements.optimizer is Degree.ALL else NOTHING,
+        relay,
+        split_up if by_part else NOTHING,
+        by_part,
     )
 
 
@@ -202,8 +209,9 @@ def links(
 
     Each of K replicas gathers and reduces among its own ranks, which follow one another: a node holds whole replicas,
     or a replica whole nodes. Sums are handed on along the replicas, in K-1 hops; those between nodes share the cards of
-    a node's replicas. Averages go back as far: along the ring, or in gloo's tree. The average is over the replicas, of
-    which the first and the last send less. What the ranks of one position share is gathered over the replicas.
+    a node's replicas. Averages go back as far: along the ring, or in gloo's tree; parts of them go straight to
+    their owners. The average is over the replicas, of which the first and the last send less. What the ranks of one
+    position share is gathered over the replicas.
     """
     group, near = ranks // replicas, min(ranks // replicas, gpus_per_node)
     beside = min(replicas, max(gpus_per_node // group, 1))  # replicas in a node
@@ -226,9 +234,8 @@ def links(
         inside += shared_inside * (gloo or beside > 1)
         outside += shared_outside
         crossed = -(-replicas // beside) - 1  # of K-1 hops
-        back = Fraction(0)
-        if gloo:
-            back = Fraction(from_the_last(replicas, beside) - crossed, replicas) * _back(moved.relay, replicas)
+        of_averages = replicas - beside if moved.straight else from_the_last(replicas, beside) if gloo else crossed
+        back = Fraction(of_averages - crossed, replicas) * _back(moved.relay, replicas)
         outside += Fraction(crossed, replicas - 1) * moved.relay.sent + back
         inside += Fraction(replicas - 1 - crossed, replicas - 1) * moved.relay.sent - back
     return Links(math.ceil(inside), math.ceil(outside))
@@ -242,7 +249,7 @@ class Replicas(NamedTuple):
     """K replicas of what is sharded in N ranks: groups of N/K ranks shard, and hand sums on between the K groups.
 
     Counts are elements that each rank sends per reduction and gather, on average. The total is 2(N-1)/N P for every K.
-    With the optimizer over all N ranks, the parts of shards that replicas share come on top, (K-1)/N P a step.
+    With the optimizer over all N ranks averages go to one replica each, and parts are shared: (K-1)/KN P more.
     """
 
     replicas: int  # K
@@ -290,9 +297,10 @@ def replicas(numel: int, ranks: int, count: int, recipe: Recipe, *, spread: bool
     """
     seat(0, ranks, count)  # says which numbers divide
     inside = numel * (1 - Fraction(count, ranks))
-    between = numel * Fraction(2 * (count - 1), ranks)
+    on = numel * Fraction(count - 1, ranks)
+    between = on + on / (count if spread else 1)
     optimizer = sum(recipe.optimizer.values(), Fraction()) * Fraction(1 if spread else count, ranks)
-    return Replicas(count, ranks, optimizer, inside, between, inside, between / 2 * spread)
+    return Replicas(count, ranks, optimizer, inside, between, inside, on * spread)
 
 
 class SlowLink(NamedTuple):

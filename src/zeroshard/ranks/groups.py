@@ -301,6 +301,7 @@ def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str)
         copies = everyone[sits.position :: sits.size]
         found += [Wanted("pair", backend, [copies[at] for at in pair]) for pair in _pairs(sits)]
         found += [Wanted("copies", backend, copies)] * (not sits.mirrored) + [Wanted("broadcast", backend, everyone)]
+        found += [Wanted("starts", backend, copies)] * sits.by_part
     if along:
         others = [*along.members(rank)]
         found += [Wanted("gather along", backend, others), Wanted("reduce along", backend, others)]
@@ -392,7 +393,7 @@ class Groups:
         self.seen = ""  # what the other ranks said then
         about, abort = weakref.WeakMethod(self._about), weakref.WeakMethod(self.abort)
         summon = weakref.WeakMethod(self._summon)
-        alike = f"has replicas={sits.summed}"
+        alike = f"has replicas={sits.summed}" + " that each keep a part" * sits.by_part
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
         needed = sum(each.sockets for each in wanted) + sits.size * (transport != "gloo")
@@ -445,9 +446,9 @@ class Groups:
                 whole, other = (half[: len(members) * numel] for half in self._connecting.chunk(2))
                 if use.startswith("gather"):
                     gather(whole, whole.view(len(members), numel)[members.index(self.watch.rank)], group=group)
-                if use.startswith("reduce"):
+                if use.startswith("reduce") or (use in ("copies", "starts") and self.seat.by_part):
                     dist.all_to_all_single(whole, other, group=group)
-                else:
+                if not use.startswith("reduce"):
                     dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
                 if self.streams[at] is self.broadcasts:
                     dist.all_reduce(whole, group=group)
@@ -463,9 +464,10 @@ class Groups:
         self.axes = found["axis"] or [self.control]
         self.along = (*(found["gather along"] or [self.gathers]), *(found["reduce along"] or [self.reductions]))
         (self.copies,), (self.broadcasts,) = found["copies"] or [self.gathers], found["broadcast"] or [self.gathers]
+        self.starts = (found["starts"] or [self.gathers])[0]
         # By the first of the two replicas.
         self.pairs = {each.members[0] // sits.size: each for each in found["pair"] if len(each.members) == 2}
-        sums = ("reduce", "reduce along", "pair", "copies")
+        sums = ("reduce", "reduce along", "pair", "copies", "starts")
         self.sums = [at for at, each in enumerate(wanted) if each.use in sums]  # of the streams
         self.shared: list[SharedStream] = []  # of gathers and reductions; then those of the axis
 

@@ -281,6 +281,10 @@ class Link:
             elif verb == "all_reduce":
                 numel, dtype, op = facts
                 stream.launch(what, *all_reduce(stream, torch.zeros(numel, dtype=getattr(torch, dtype), device=at), op))
+            elif verb == "exchange":
+                dtype, numels, out = facts
+                shard, part = (torch.zeros(sum(numels), dtype=getattr(torch, dtype), device=at) for _ in range(2))
+                stream.launch(what, *group.team.exchanged(stream, shard, part, numels, out=out))
             else:
                 cut = group.party.travelling(bucket)
                 team = group.team_of(cut)

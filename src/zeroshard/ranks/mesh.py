@@ -69,6 +69,7 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
             instead="call shard(...) on members of the group only",
         )
     sits = seat(dist.get_rank(parent), dist.get_world_size(parent), replicas)
+    sits = sits._replace(by_part=settings.optimizer == "all")
     along = seat_along(dist.get_rank(parent), axes, axis) if axis else None
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))

@@ -78,15 +78,13 @@ class ProcessTeam(Team):
 
     def to_owners(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
         """Return the call that sends every rank's contribution to each shard to the shard's owner."""
-        bounds, group = bucket.bounds, self._reductions.group
+        bounds = bucket.bounds
         own = [bounds[self.position + 1] - bounds[self.position]] * self.size
         splits = [high - low for low, high in pairwise(bounds)]
         if self.arriving < self.size:
             send = send[bounds[1] :] if self.position == 0 else send[: bounds[-2]]
             own[self.position] = splits[self.position] = 0
-        options = c10d.AllToAllOptions()
-        options.asyncOp = True
-        return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, own, splits, options
+        return self._to_each(self._reductions, send, receive, splits, own)
 
     def scatter(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
         """Return the call that sends the backend's sum of all contributions to each shard's owner."""
@@ -117,6 +115,29 @@ class ProcessTeam(Team):
 
     def hand_back(self, average: Tensor) -> list[Any]:
         return self._hand(self._link.groups.copies, average, self._copies[-1])
+
+    def exchange(self, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool) -> list[Any]:
+        groups, what = self._link.groups, ("exchange", self._link.engine, -1, dtype_name(part.dtype), [*numels], out)
+        stream = groups.copies if out else groups.starts
+        return [self._link.launch(stream, what, *self.exchanged(stream, shard, part, numels, out=out))]
+
+    def exchanged(
+        self, stream: Stream, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool
+    ) -> tuple[Any, ...]:
+        """Return the call that does it. shard, part: not used by a rank that does not have it; or longer."""
+        mine, root = stream.members.index(self._link.rank), len(numels) - 1 if out else 0
+        all_of_it = [numel * (mine == root) for numel in numels]
+        own = [numels[mine] * (at == root) for at in range(len(numels))]
+        shard, part = shard[: sum(all_of_it)], part[: numels[mine]]
+        if out:
+            return self._to_each(stream, shard, part, all_of_it, own)
+        return self._to_each(stream, part, shard, own, all_of_it)
+
+    @staticmethod
+    def _to_each(stream: Stream, send: Tensor, receive: Tensor, sent: list[int], came: list[int]) -> tuple[Any, ...]:
+        group, options = stream.group, c10d.AllToAllOptions()
+        options.asyncOp = True
+        return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, came, sent, options
 
     def _share(self, raw: Tensor, cuts: Sequence[int]) -> list[Any]:
         stream, what = self._link.groups.copies, (-1, "", raw.numel())

@@ -5,7 +5,9 @@
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
     share      each replica's part of a shard to the others      K broadcasts in place among those of one position
     relay      a shard's running sum to the next replica, and    broadcast between two ranks, and among those of one
-               from the last one the average to all of them      position
+               from the last one the average to all of them;     position
+               or parts: to the first one those of an earlier    all_to_all_single among those of one position, in which
+               sum, from the last one each its own               one rank receives, or sends
 
 A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
 (`stage.Seat`).
@@ -205,7 +207,7 @@ class Team:
     def share(self, shard: Tensor, bucket: Bucket, state: str) -> Work:
         """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it."""
         seat, first = self.seat, bucket.shard(self.position)[0]
-        cuts = [(bucket.part_start(seat, number) - first) * shard.itemsize for number in range(seat.replicas + 1)]
+        cuts = [0, *((last - first) * shard.itemsize for _, last in bucket.portions(seat))]
         nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
         event = count(
             self.ledger, seat.replicas, "share", nbytes, own * (seat.replicas - 1), nbytes - own, state, bucket.index
@@ -222,6 +224,13 @@ class Team:
 
     def hand_back(self, average: Tensor) -> list[Any]:
         """Send the average from the rank at this position in the last replica to those in all others."""
+        return []
+
+    def exchange(self, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool) -> list[Any]:
+        """Send each replica's part of a shard, of so many elements by replica, to the first, which gets the `shard`.
+
+        out: send each its part from the last one, which has the shard.
+        """
         return []
 
     def _count_reduce(self, send: Tensor, bucket: Bucket, sources: int = 1) -> Event | None:

@@ -8,7 +8,7 @@ packets go through `bench/link.py` instead, which takes processor time for it, a
 step s          time of a step, waiting at both ends: the median over the rounds
 over hybrid     that over the step of FSDP2's hybrid sharding in the same round: the median, least and most
 sent MB         what the TCP connections of one rank have sent to the other host in a step, by the kernel: the most
-predicted MB    payload by the ledger: of zeroshard with two replicas all that crosses is the relay
+predicted MB    payload by the ledger: of zeroshard with two replicas the relay crosses, and what they share
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ BACKENDS: dict[str, Callable[..., Trainer]] = {
     # Below stage 3 what a step gathers is under way until the next forward: in turns it would be another back-end's.
     "zeroshard 3, 1 replica": functools.partial(ours.build, stage=3),
     "zeroshard 3, 2 replicas": functools.partial(ours.build, stage=3, replicas=2),
+    "zeroshard 3, 2 replicas, all": functools.partial(ours.build, stage=3, replicas=2, over="all"),
     "FSDP2": functools.partial(fsdp2.build, reshard=True),
     "FSDP2, hybrid 2 x 2": functools.partial(fsdp2.build, reshard=True, replicas=2),
 }
 HYBRID = [*BACKENDS][-1]
-COLOURS = ("#0969da", "#54aeff", "#6e7781", "#afb8c1")
+COLOURS = ("#0969da", "#54aeff", "#0a3069", "#6e7781", "#afb8c1")
 
 
 def crossed(own: str) -> int:
@@ -71,10 +72,10 @@ def crossed(own: str) -> int:
 
 
 def relayed(model: nn.Module) -> int:
-    """Bytes of payload that this rank has handed on so far."""
+    """Bytes of payload that this rank has handed on and shared so far."""
     engine: Any = getattr(model, "_zeroshard_engine", None)
     traffic = {} if engine is None else engine.ledger.snapshot().traffic
-    return traffic["relay"].sent if "relay" in traffic else 0
+    return sum(traffic[verb].sent for verb in ("relay", "share") if verb in traffic)
 
 
 class Held:
@@ -231,7 +232,8 @@ def main() -> None:
             else "No delay: the kernel here has no netem."
         ),
         "sent: by the kernel, what one rank's TCP connections send to the other host in a step, the most of all ranks. "
-        "predicted: payload of the relay, all that crosses with two replicas.",
+        "predicted: payload of the relay and of what replicas share, all that crosses with two. all: the optimizer is "
+        "sharded over all ranks.",
         "losses: of all steps at this rate, on each rank, against those of the first row there of the same library.",
     ]
     name = "links-delays" if options.delays else "links"

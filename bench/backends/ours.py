@@ -22,13 +22,14 @@ def build(
     stage: int,
     low_gradients: bool = False,
     replicas: int = 1,
+    over: Literal["team", "all"] = "team",
     transport: Literal["gloo", "shared"] = "gloo",
     once: bool = False,
 ) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     dtype = torch.bfloat16 if low else None
     precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None)
-    comm = zeroshard.Comm(replicas=replicas, transport=transport)
+    comm = zeroshard.Comm(replicas=replicas, optimizer=over, transport=transport)
     offload = zeroshard.Offload(parameters="shared") if once else zeroshard.Offload()
     zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=comm, offload=offload)
     return plain(model, optimizer)

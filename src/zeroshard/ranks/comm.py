@@ -58,7 +58,8 @@ class Comm:
         then. "auto": "gloo", for now.
     optimizer: over which ranks its states and masters are sharded, of several replicas, at stages 1 to 3: "team", each
         replica by itself, or "all", so that each rank updates a part that no other does, and the ranks of one position
-        in all replicas send each other what they have updated. The same bits, and no copies of optimizer state.
+        in all replicas send each other what they have updated. From stage 2 on gradients are sharded so too. The same
+        bits, and no copies of gradients and optimizer state.
     """
 
     group: Any = None

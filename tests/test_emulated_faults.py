@@ -255,6 +255,24 @@ def test_no_device_waits_for_a_sum_that_is_sent_only_once_its_host_is_back(world
     emulated.run(world, relayed, replicas, 2, over, syncs_every=1, patience=8.0)
 
 
+def relayed_twice(stage):
+    """Weights after steps of two backwards, of which the second goes on from parts of the first's sum."""
+    found = []
+    for over in ("team", "all"):
+        model, optimizer, zero = sharded(stage, comm=Comm(replicas=2, optimizer=over))
+        for number in range(2):
+            loss(model, batch(number + 2, ranks.rank())).backward()
+            step(model, optimizer, number)
+        with zero.gathered():
+            found.append(reference.weights(model))
+    reference.assert_same(*found)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_parts_of_a_sum_come_together_on_a_device(stage):
+    emulated.run(2, relayed_twice, stage, syncs_every=1, patience=8.0)
+
+
 # --- ranks that are lost, and interrupts ------------------------------------------------------------------------------
 
 

@@ -82,7 +82,7 @@ def test_sums_whose_parts_each_replica_keeps_have_the_bits_of_plain_torch(world,
 
 def relayed(stage, backwards):
     """Bytes that this rank sends and receives in relays, its parts of sums, and all gradients of its shards."""
-    model, optimizer, zero = spread(stage, 2)
+    model, _, zero = spread(stage, 2)
     for backward in range(backwards):
         data = torch.Generator().manual_seed(10 * backward + zero.rank)
         model(torch.randn(4, 16, generator=data)).square().mean().backward()
@@ -129,6 +129,86 @@ def test_a_nan_is_named_by_a_rank_that_has_handed_it_on(ranks, at, micro):
     """It is found by whoever keeps that part of the sum, and no contribution lies beside that."""
     for found, skipped in ranks.run(4, spoiled, at, micro, 3):
         assert (found.rank, found.micro_batch, skipped) == (at, micro + 1, 1), found
+
+
+def spoiled_twice(over, mended):
+    model, optimizer, zero = replicated(2, 2, precision=Precision(nonfinite="skip"))
+    if over == "all":
+        model, optimizer, zero = spread(2, 2, precision=Precision(nonfinite="skip"))
+    for backward, at in enumerate((0, 3) if mended else (3, 0)):
+        x = torch.ones(4, 16)
+        if zero.rank == at:
+            x[1, 3] = torch.nan
+        model(x).square().mean().backward()
+        if mended and not backward:
+            for param in model.parameters():
+                param.grad.nan_to_num_()
+    optimizer.step()
+    return zero.nonfinite
+
+
+@pytest.mark.parametrize("mended", [False, True])
+def test_of_two_nans_at_one_place_the_first_that_counts_is_named(ranks, mended):
+    for over in ("team", "all"):
+        told = ranks.run(4, spoiled_twice, over, mended)
+        assert [(found.rank, found.micro_batch) for found in told] == [(3, 1 + mended)] * 4, over
+
+
+def edited_here_and_there(over, group, stage):
+    """An edit of an optimizer's parameters divides sums where this rank has any of them, and not elsewhere."""
+    torch.manual_seed(0)
+    model = job_model().bfloat16()
+    weights = [param for name, param in model.named_parameters() if "weight" in name]
+    biases = [param for name, param in model.named_parameters() if "bias" in name]
+    optimizer = torch.optim.AdamW([{"params": weights}, {"params": biases}], lr=1e-2)
+    comm = Comm(replicas=2, optimizer=over)
+    precision = Precision(param_dtype=torch.bfloat16)
+    zero = zeroshard.shard(model, optimizer, stage=stage, comm=comm, precision=precision)
+    data = torch.Generator().manual_seed(zero.rank)
+
+    def backward():
+        model(torch.randn(4, 16, generator=data).bfloat16()).square().mean().backward()
+
+    with zero.no_sync():
+        backward()
+        backward()
+    before = [param.grad.full_tensor() for param in model.parameters()]
+    for param in optimizer.param_groups[group]["params"]:
+        if param.grad is not None:
+            param.grad.mul_(1.0)
+    after = [param.grad.full_tensor() for param in model.parameters()]
+    backward()
+    return before, after, [param.grad.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("group", [0, 1], ids=["weights", "biases"])
+def test_a_sum_that_some_ranks_have_divided_goes_on_from_what_it_was(ranks, stage, group):
+    found = [ranks.run(4, edited_here_and_there, over, group, stage) for over in ("team", "all")[: 1 + bool(stage)]]
+    for each in found:
+        for before, after, last in each:
+            assert all(map(torch.equal, before, after))
+            assert all(map(torch.equal, last, found[0][0][2]))
+
+
+def combined():
+    torch.manual_seed(0)
+    one, two = torch.nn.Linear(32, 32, bias=False), torch.nn.Module()
+    for name, numel in (("r", 256), ("q", 1024), ("s", 256)):
+        setattr(two, name, torch.nn.Parameter(torch.randn(numel)))
+    one.weight = torch.nn.Parameter(torch.randn(1024))
+    model = torch.nn.Module()
+    model.units = torch.nn.ModuleList([one, two])
+    params = [one.weight, two.r, two.q, two.s]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=2, comm=Comm(replicas=2))
+    (sum(param.square().sum() for param in params) * (1 + zero.rank)).backward()
+    one.weight.grad.add_(two.q.grad)
+    return one.weight.grad.full_tensor()
+
+
+def test_gradients_that_replicas_have_whole_shards_of_are_compared_by_shards(ranks):
+    first, *others = ranks.run(4, combined)
+    assert all(torch.equal(first, other) for other in others)
 
 
 def cleared():

@@ -125,7 +125,7 @@ class Feature:
     def division(self, buffer: Buffer, settings: Settings) -> Division | None:
         """Return how a bucket's gradients come apart, if they do."""
 
-    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor], torch.dtype], Delivery] | None:
+    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         """Return what makes the delivery of each sum, if this feature delivers them."""
 
     def subscriber(self, engine: Any) -> Subscriber | None:

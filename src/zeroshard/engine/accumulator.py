@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..layout import Slot
-from ..numerics import average_, divides_exactly
+from ..numerics import average_
 from ..ranks.transport import Work
 from .buffer import Buffer
 from .flat import Flat
@@ -82,10 +82,6 @@ class Accumulator:
         """The elements of the sum that this rank owns, 1-D; inside sum.here()."""
         return self.sum.own if self.aside is None else self.aside
 
-    def divides(self, sent: torch.dtype) -> bool:
-        """Tell if the sum is divided as it lands, of contributions of this dtype: where nothing is lost by it."""
-        return divides_exactly(self.buffer.grad_dtype, sent, self.divisor)
-
     def _elsewhere(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor | None:
         """Take memory for what is owned, if that does not rest on the device."""
         first, last = self.buffer.owned
@@ -97,11 +93,17 @@ class Accumulator:
         return self.sum.own if found is None else found
 
     def kept(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        """Return what is owned, on the device: where it rests, or in memory that `take` makes."""
+        """Return what is owned of the sum, undivided, on the device: where it rests, or in memory that `take` makes.
+
+        Whether it is an average is known to this rank alone: an edit of some parameters divides it where these are.
+        """
         found = self._elsewhere(take)
         if found is None:
+            self.undo_average()
             return self.own
         self.sum.copy(self.sum.owned[0], found)
+        if self.averaged or self.rounded:
+            self._multiply(found)
         return found
 
     def fragment(self, index: int) -> Tensor:
@@ -167,12 +169,15 @@ class Accumulator:
         """Turn the average into a sum again, to add to it. Exact if the divisor is a power of two."""
         if (self.averaged or self.rounded) and self.divisor > 1:
             with self.sum.here():
-                if not self.averaged:
-                    average_(self.sum.own, self.divisor)
-                self.sum.own.mul_(self.divisor)
+                self._multiply(self.sum.own)
         if self.filled:
             self._move(Holds.SUM)
         self.rounded = False
+
+    def _multiply(self, own: Tensor) -> None:
+        if not self.averaged:
+            average_(own, self.divisor)
+        own.mul_(self.divisor)
 
     def set_aside(self, take: Callable[[int, torch.dtype], Tensor]) -> None:
         """Copy what is owned of the sum to memory that `take` makes, so that its own may hold a contribution."""

@@ -52,8 +52,8 @@ class Finding(NamedTuple):
         return f"{what} in the gradient of micro-batch {self.micro_batch} of step {self.step}, on {whose}"
 
 
-def _place(finding: Finding) -> tuple[str, int]:
-    return finding.parameter, finding.element
+def _place(finding: Finding) -> tuple[str, int, int]:
+    return finding.parameter, finding.element, finding.micro_batch
 
 
 def first_nonfinite(flat: Tensor) -> int | None:
@@ -76,7 +76,7 @@ class Finite(Subscriber):
         self._in_a_row = 0
         self._micro_batch = 0
         self._seen: Finding | None = None  # in what this rank owns
-        self._passed: dict[tuple[str, int], tuple[Accumulator, Finding]] = {}  # in sums that this rank hands on
+        self._passed: dict[tuple[str, int, int], tuple[Accumulator, Finding]] = {}  # in sums that this rank hands on
         self._lies: tuple[Accumulator, int, int] | None = None  # slot and element, for as long as it counts
 
     def begin(self) -> None:
@@ -99,8 +99,11 @@ class Finite(Subscriber):
             return
         if accumulator.sum.by_part and pieces:
             bucket, seat = accumulator.bucket, accumulator.buffer.team.seat
+            begin, end = bucket.shard(seat.position)
+            if self._is_finite(total, [slot.slice_of(begin, end) for slot in bucket.slots]):
+                return
             for first, last in bucket.portions(seat):
-                if found := self._find(accumulator, pieces, total, bucket.shard(seat.position)[0], first, last):
+                if found := self._find(accumulator, pieces, total, begin, first, last):
                     self._passed.setdefault(_place(found[0]), (accumulator, found[0]))
         elif self._seen is None:
             first, last = accumulator.sum.owned

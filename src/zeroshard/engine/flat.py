@@ -117,25 +117,22 @@ class Flat:
 
     # --- between ranks ----------------------------------------------------------------------------------------------
 
-    def redistribute(self, to: Tensor | None = None, *, summed: bool = False, kept: bool = True) -> Work:
+    def redistribute(self, to: Tensor | None = None, *, kept: bool = True) -> Work:
         """Send every owner's elements to all ranks of the team: the whole bucket into `to`, or to where it rests.
 
-        to: 1-D, on the device; its dtype is the one that travels. It is filled once the work was waited for.
-        summed: only what is `owned` of what rests here counts, as of a running sum. Else, with `to`, what rests whole
-            on every rank is copied and not sent.
+        to: 1-D, on the device; its dtype is the one that travels. It is filled once the work was waited for. What rests
+            whole on every rank is copied there and not sent.
         kept: without `to`, keep what arrives where it rests. What rests off the device is there on return.
 
         A rank that cannot bring its part to `to` reports the error, and takes part nevertheless: others wait for it.
         """
         if to is not None:
-            here = self.degree is Degree.RANK and not summed
+            here = self.degree is Degree.RANK
             first, last = (0, self.bucket.numel) if here else self.owned
             aside = streams(to.device) and not self.on_device  # what computes meanwhile does not wait for it
             with behind(TO_THE_DEVICE, to.device) if aside else contextlib.nullcontext():
                 self.copy(first, to[first:last])
-                if not here and self.by_part:
-                    self._complete(to[slice(*self.bucket.shard(self.team.position))])
-                work = Work() if here else self.team.gather(to, self.bucket, self.state)
+                work = Work() if here else self.send(to)
                 return work.after(event(to.device)) if aside else work
         if self.rest.on_device:  # one that passes is there: the caller has it here()
             return self.team.gather(self.tensor, self.bucket, self.state)
@@ -151,6 +148,12 @@ class Flat:
             if moved is not whole:
                 whole.copy_(moved)
         return Work()
+
+    def send(self, whole: Tensor) -> Work:
+        """Send what is owned, which lies in `whole` on the device, to all ranks of the team."""
+        if self.by_part:
+            self._complete(whole[slice(*self.bucket.shard(self.team.position))])
+        return self.team.gather(whole, self.bucket, self.state)
 
     @torch.no_grad()
     def give_all(self, source: int) -> None:

@@ -229,10 +229,11 @@ class Gradients:
     def _full(self, entry: Entry) -> Tensor:
         accumulator, slot = entry.accumulator, entry.slot
         whole = blank(accumulator.bucket.numel, accumulator.sum.dtype, self.group.device)
-        accumulator.sum.redistribute(whole, summed=True).wait()
+        first, last = accumulator.sum.owned
+        accumulator.sum.copy(first, own := whole[first:last])
+        if not accumulator.averaged:  # on this rank: an edit of some parameters divides it where these are
+            average_(own, accumulator.divisor)
+        accumulator.sum.send(whole).wait()
         if accumulator.sum.on_demand:  # on some rank it may not have come
             self.agree()
-        found = whole[slot.start : slot.stop].view(slot.shape).clone()
-        if not accumulator.averaged:
-            average_(found, accumulator.divisor)
-        return found
+        return whole[slot.start : slot.stop].view(slot.shape).clone()

@@ -53,7 +53,7 @@ class Reduction:
         group: Group,
         tier: DeviceTier,
         settings: Comm,
-        deliver: Callable[[Accumulator, Scratch[Tensor], torch.dtype], Delivery],
+        deliver: Callable[[Accumulator, Scratch[Tensor]], Delivery],
     ) -> None:
         self.subscribers: list[Subscriber] = []
         self.gradients = gradients

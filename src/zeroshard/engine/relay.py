@@ -104,10 +104,11 @@ class RelayOfParts(Relay):
     def __init__(
         self, team: Team, bucket: Bucket, running: Tensor, average: Tensor, whole: Tensor, kept: Tensor | None
     ) -> None:
-        """whole: where this rank has the shard in the accumulator's dtype, which may be `running`: all of an earlier
-        sum, on the first replica; the average, on the last.
+        """whole: the shard in the accumulator's dtype, of an earlier sum on the first replica and of the average on the
+        last one; `running`, where that has the dtype. Others do not use it.
 
-        kept: this rank's part of an earlier sum, which this one goes on from; None if it begins at zero.
+        kept: this rank's part of an earlier sum, undivided, which this one goes on from; None if it begins at zero. Its
+        memory stays what it is until this rank has handed the sum on.
         """
         self._whole, self._kept = whole, kept
         self._numels = [last - first for first, last in bucket.portions(team.seat)]
@@ -139,31 +140,26 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.itemsize
 
 
-def relayed(accumulator: Accumulator, scratch: Scratch[Tensor], dtype: torch.dtype) -> Delivery:
-    """Return the delivery of one bucket's sum, if replicas hand it on and this rank has a part of it.
-
-    dtype: of contributions.
-    """
+def relayed(accumulator: Accumulator, scratch: Scratch[Tensor]) -> Delivery:
+    """Return the delivery of one bucket's sum, if replicas hand it on and this rank has a part of it."""
     buffer, team, bucket = accumulator.buffer, accumulator.buffer.team, accumulator.bucket
     own = bucket.shard_numel(team.position)
     if team.seat.summed == 1 or not own:
         return Delivery()
     running = scratch.take(own, running_dtype(buffer.grad_dtype))
     if buffer.placements.by_part:
-        return _of_parts(accumulator, scratch, dtype, running)
+        return _of_parts(accumulator, scratch, running)
     # The average comes straight to where the sum rests: it cannot come before that was read.
     return Relay(team, bucket, running, accumulator.landing(scratch.take))
 
 
-def _of_parts(accumulator: Accumulator, scratch: Scratch[Tensor], dtype: torch.dtype, running: Tensor) -> RelayOfParts:
+def _of_parts(accumulator: Accumulator, scratch: Scratch[Tensor], running: Tensor) -> RelayOfParts:
     buffer, beside = accumulator.buffer, []
 
     def take(numel: int, of: torch.dtype) -> Tensor:
         beside.append(scratch.take(numel, of))
         return beside[-1]
 
-    if not (accumulator.averaged and accumulator.divides(dtype)):
-        accumulator.undo_average()
     seat, whole = buffer.team.seat, running
     ends = seat.replica == seat.replicas - 1 or (seat.replica == 0 and accumulator.filled)
     if ends and running.dtype != buffer.grad_dtype:
@@ -178,7 +174,7 @@ class _Manifest(Feature):
     name = "replicas"
     page = "meshes.md"
 
-    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor], torch.dtype], Delivery] | None:
+    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         return relayed if team.seat.summed > 1 else None
 
 

@@ -312,8 +312,10 @@ _FOREACH = {
 def _pieces(entry: Entry) -> list[Any]:
     """Return the axis of a parameter's team and the elements that each rank owns, to compare two parameters."""
     bucket, seat = entry.accumulator.bucket, entry.accumulator.buffer.team.seat
-    seats = [seat._replace(position=position) for position in range(bucket.size)]
-    return [bucket.along, *(entry.slot.within(*each) for of in seats for each in bucket.portions(of))]
+    cuts = [bucket.shard(position) for position in range(bucket.size)]
+    if entry.accumulator.sum.by_part:
+        cuts = [cut for at in range(bucket.size) for cut in bucket.portions(seat._replace(position=at))]
+    return [bucket.along, *(entry.slot.within(*each) for each in cuts)]
 
 
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..device import Event, asynchronous
 from ..errors import TierError
 from ..flow import Flow, Scratch
 from ..headroom import LEAVING
-from ..numerics import fold, simulated
+from ..numerics import divides_exactly, fold, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..ranks.transport import Work
@@ -37,7 +36,7 @@ class Delivery:
 
     first = last = True  # does this rank begin the sum, and divide it?
     start: Tensor | None = None  # what this rank goes on from, if that does not rest with it
-    apart = False  # does the sum begin and end with others than those that add it up?
+    apart = False  # do all replicas have parts of what the sum goes on from, and of the average?
 
     def __init__(self, running: Tensor | None = None, average: Tensor | None = None) -> None:
         """running: where it is added up, else where it rests. average: what replaces the sum that rests, if that is
@@ -94,11 +93,10 @@ class Sums(Flow[Sent, Tensor]):
         tier: DeviceTier,
         settings: Comm,
         subscribers: Sequence[Subscriber],
-        deliver: Callable[[Accumulator, Scratch[Tensor], torch.dtype], Delivery],
+        deliver: Callable[[Accumulator, Scratch[Tensor]], Delivery],
         stored: Callable[[Contribution], None],
     ) -> None:
-        """deliver: makes the delivery of each sum, of contributions of a dtype. stored: called with each contribution
-        whose average is where it rests."""
+        """deliver: makes each sum's delivery. stored: called with each contribution whose average is where it rests."""
         super().__init__(tier, group.team.messages(tier) if group.team.shares else None, group.team.seat.replicas)
         self.group = group
         self.native = settings.reduce == "native"
@@ -157,7 +155,7 @@ class Sums(Flow[Sent, Tensor]):
             receive = self.scratch.take(own * team.room * contribution.sources, send.dtype)
             work = team.reduce(send, receive, bucket, contribution.sources)
         contribution.move(State.SENT)
-        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch, send.dtype)))
+        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch)))
 
     # --- the sum ----------------------------------------------------------------------------------------------------
 
@@ -170,7 +168,7 @@ class Sums(Flow[Sent, Tensor]):
         if own and delivery.running is None and staged:
             delivery.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
-        divided = accumulator.divides(receive.dtype)
+        divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
         if delivery.first and not delivery.apart and not (divided and accumulator.averaged):
             accumulator.undo_average()
         if own:
@@ -200,7 +198,7 @@ class Sums(Flow[Sent, Tensor]):
         total = accumulator.own if into is None or rests else into
         begins = delivery.first and not delivery.apart
         start = self._start(accumulator, total) if begins else delivery.start
-        times = accumulator.divisor if delivery.first and accumulator.averaged else 1
+        times = accumulator.divisor if begins and accumulator.averaged else 1
         pieces = [piece.to(total.device) for piece in self._pieces(sent)]
         fold(total, pieces, start=start, times=times, over=accumulator.divisor if delivery.last and divided else 1)
         for subscriber in self._subscribers:

@@ -262,7 +262,7 @@ class _Sent(NamedTuple):
     receive: tuple[int] | None
     running: tuple[int] | None
     average: tuple[int] | None
-    beside: tuple[int] | None
+    beside: list[tuple[int]]
 
 
 class _Sums(Flow[_Sent, tuple[int]]):
@@ -280,7 +280,8 @@ class _Sums(Flow[_Sent, tuple[int]]):
 
     def store(self, each: _Sent) -> None:
         self.scratch.give_back(each.average)
-        self.scratch.give_back(each.beside)
+        for piece in each.beside:
+            self.scratch.give_back(piece)
         self._averaged(each.bucket)
 
 
@@ -310,8 +311,9 @@ def _reductions(
     ranks cannot read them.
 
     With replicas each sum has a running sum of the own shard beside it, and an average where gradients do not rest on
-    the device. Where each replica keeps a part of a shard, the first and the last hold all of it for as long, in the
-    gradients' dtype: what an earlier backward left, and the average.
+    the device. Where each replica keeps a part of a shard, the last holds the average of all of it for as long, and from
+    the second backward on the first holds what the one before left, unless the running sum has the gradients' dtype and
+    serves for it; and each holds its part of that, where gradients do not rest on the device.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
@@ -336,13 +338,15 @@ def _reductions(
         seat, rests = seats.of(bucket), _on_device(resting, bucket, "gradients")
         comes = bucket.shard_numel(seat.position) * room(bucket.size)
         receive = None if shares and bucket.size > 1 else sums.scratch.take(comes, itemsize)
-        running = average = beside = None
+        running, average, beside, again = None, None, [], placements.by_part and not (fresh or no_sync)
         if replicas > 1 and (own := bucket.shard_numel(seats.everyone.position)):
             running = sums.scratch.take(own, sizes.running)
-            ends = seat.replica == replicas - 1 or (seat.replica == 0 and not (fresh or no_sync))
-            if placements.by_part and ends and sizes.running != sizes.gradients:
-                beside = sums.scratch.take(own, sizes.gradients)
             first, last = bucket.held(seats.everyone, placements.owned)
+            ends = seat.replica == replicas - 1 or (again and seat.replica == 0)
+            if placements.by_part and ends and sizes.running != sizes.gradients:
+                beside.append(sums.scratch.take(own, sizes.gradients))
+            if again and not rests:
+                beside.append(sums.scratch.take(last - first, sizes.gradients))
             average = sums.scratch.take(last - first, sizes.gradients) if sizes.in_backward or not rests else None
         return _Sent(bucket, begun[bucket.index], receive, running, average, beside)
 

@@ -40,7 +40,7 @@ class Facts:
     slots: parameters in it. ranks: how many shard it in each of the replicas. replica: this rank's. sharded: do its
     parameters rest in shards? cast: have they another dtype than what the optimizer updates? in_place: is the sum of
     gradients where this rank's own are put together? narrow: is the sum in 16 bits? divided: as it lands?
-    native: does the backend add?
+    native: does the backend add? by_part: has each replica a part only of the average?
     """
 
     slots: int
@@ -53,6 +53,7 @@ class Facts:
     narrow: bool = False
     divided: bool = False
     native: bool = False
+    by_part: bool = False
 
     @property
     def last(self) -> bool:
@@ -83,7 +84,7 @@ def folded(of: Facts, *, again: bool) -> Overhead:
     begun = again or of.replica > 0
     adds = (1 if of.native else of.ranks) - (not begun)
     copies = 1 + ((of.in_place and not again) or of.narrow)
-    undone = int(again and of.divided and of.ranks * of.replicas > 1 and of.replica == 0)
+    undone = int(again and of.divided and of.ranks * of.replicas > 1 and (of.replica == 0 or of.by_part))
     return Overhead(copies + adds + undone) + (averaged(of) if of.divided and of.last else NONE)
 
 
@@ -95,9 +96,10 @@ def averaged(of: Facts) -> Overhead:
     return Overhead(2 + 2 * of.narrow)
 
 
-def handed_on(of: Facts) -> Overhead:
-    """Count a relay between replicas: the running sum comes and goes on, and the average comes or goes back."""
-    return Overhead((of.replicas > 1) * (3 - (of.replica == 0) - of.last))
+def handed_on(of: Facts, *, again: bool) -> Overhead:
+    """Count a relay between replicas: the running sum comes and goes on, and the average comes or goes back. again: as
+    in `folded`; then parts come together first."""
+    return Overhead((of.replicas > 1) * (3 - (of.replica == 0) - of.last + (again and of.by_part)))
 
 
 def looked_at(of: Facts) -> Overhead:
@@ -124,7 +126,9 @@ CLIP = Overhead(44)  # once for all buckets: bins are made, added up over the ra
 
 def step(of: Facts, *, gathers: int, reductions: int, forwards: int) -> Overhead:
     """Count a bucket's step of so many gathers, reductions, and forwards that use it, recomputed ones included."""
-    reduces = total(sent(of) + folded(of, again=number > 0) + handed_on(of) for number in range(reductions))
+    reduces = total(
+        sent(of) + folded(of, again=number > 0) + handed_on(of, again=number > 0) for number in range(reductions)
+    )
     around = copied() + released() if of.sharded else NONE
     back = copied() if of.cast and not of.sharded else NONE  # masters to parameters, before their gather
     return (gathered(of) + around).times(gathers) + reduces + looked_at(of).times(forwards) + back + stepped(of)

@@ -194,7 +194,7 @@ class _Clock:
         elif verb == "gather" and not through:
             self._launch(gathered(of))
         elif verb == "relay" and not through:
-            self._launch(handed_on(of))
+            self._launch(handed_on(of, again=event.bucket in self._again))
         elif verb == "reduce" and not through:
             self._launch(sent(of))
         elif verb == "reduce":
@@ -233,9 +233,7 @@ class _Clock:
     def launch(self, number: int, event: Event) -> None:
         exchange = event.verb == "reduce" and self.ordered
         if event.verb == "relay":
-            last = self.replica == self.replicas - 1
-            back = event.sent // (self.replicas - 1) if last else event.received - event.logical * (self.replica > 0)
-            seconds, busy = self.machine.relay_seconds(event.logical, back, self.replicas, self.ranks)
+            seconds, busy = self._relay(event)
         else:
             machine, ranks = self.machine, self.ranks
             sits = None if event.bucket is None else self.along.get(event.bucket)
@@ -249,6 +247,21 @@ class _Clock:
         self._link_free, self._ends[number] = start + busy, start + seconds
         self.moving += seconds
         self.slices.append(Slice("link", event.verb, event.unit, start, start + seconds))
+
+    def _relay(self, event: Event) -> tuple[float, float]:
+        """Return the time of a relay, and how long of that this rank's link is busy."""
+        first, last, others = self.replica == 0, self.replica == self.replicas - 1, self.replicas - 1
+        again = event.bucket in self._again
+        of = None if event.bucket is None else self.facts.get(event.bucket)
+        if of is None or not of.by_part:
+            back = event.sent // others if last else event.received - event.logical * (not first)
+            return self.machine.relay_seconds(event.logical, back, self.replicas, self.ranks)
+        # The last sends each other replica its part, one after the other; to the first parts of an earlier sum come so.
+        part = event.received - event.logical * (not first) if not last else event.sent // (others + again)
+        part //= self.replicas if first and again else 1
+        relay = self.machine.relay_seconds(event.logical, others * part, self.replicas, self.ranks)
+        collected, _ = self.machine.relay_seconds(0, others * part, 1, self.replicas * self.ranks)
+        return relay[0] + again * collected, relay[1]
 
     def _unsent(self, event: Event) -> bool:
         """Tell whether ranks read it in each other's memory, so that nothing is sent."""

@@ -153,6 +153,7 @@ def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, a
         -(-plan.slots // plan.buckets), ranks // replicas, replicas, 0, bool(placed.parameters),
         cast="master" in recipe.optimizer, in_place=not placed.gradients and recipe.gradients == recipe.reduced,
         narrow=not wide, divided=wide and recipe.reduced == 2 and ranks & (ranks - 1) == 0, native=reduce == "native",
+        by_part=placed.by_part,
     )  # fmt: skip
     forwards = backwards * (2 if moved.recompute.logical else 1)
     one = step(facts, gathers=round(moved.gathers), reductions=round(moved.reductions), forwards=forwards)
@@ -176,7 +177,9 @@ def seconds(
     if replicas > 1:
         count = max(moved.reductions * buckets, 1)
         back = moved.relay.sent * replicas / (replicas - 1) - moved.relay.logical
-        whole, busy = machine.relay_seconds(moved.relay.logical / count, back / count, replicas, group)
+        on, last = moved.relay.logical / count, back * (replicas - 1 if moved.straight else 1) / count
+        whole = machine.relay_seconds(on, last, replicas, group)[0]
+        busy = machine.relay_seconds(on, back / count, replicas, group)[1]
         found += whole + (count - 1) * busy
         apart = replace(machine, gpus=max(machine.gpus // group, 1))  # a replica lies between two of these ranks
         found += _each(moved.share.logical, buckets, replicas, apart.ring_seconds)

@@ -124,7 +124,7 @@ class ProcessTeam(Team):
     def exchanged(
         self, stream: Stream, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool
     ) -> tuple[Any, ...]:
-        """Return the call that does it. shard, part: not used by a rank that does not have it; or longer."""
+        """Return the call that does it. Of `part`, and of `shard` where that is had, the first elements are used."""
         mine, root = stream.members.index(self._link.rank), len(numels) - 1 if out else 0
         all_of_it = [numel * (mine == root) for numel in numels]
         own = [numels[mine] * (at == root) for at in range(len(numels))]

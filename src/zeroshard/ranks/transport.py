@@ -5,9 +5,9 @@
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
     share      each replica's part of a shard to the others      K broadcasts in place among those of one position
     relay      a shard's running sum to the next replica, and    broadcast between two ranks, and among those of one
-               from the last one the average to all of them;     position
-               or parts: to the first one those of an earlier    all_to_all_single among those of one position, in which
-               sum, from the last one each its own               one rank receives, or sends
+               from the last one the average to all of them      position
+    exchange   parts of a shard, from all replicas to the first  all_to_all_single among those of one position, in which
+               one or from the last one to all of them           one rank receives, or sends
 
 A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
 (`stage.Seat`).

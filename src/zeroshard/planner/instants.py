@@ -311,8 +311,8 @@ def _reductions(
     ranks cannot read them.
 
     With replicas each sum has a running sum of the own shard beside it, and an average where gradients do not rest on
-    the device. Where each replica keeps a part of a shard, the last holds the average of all of it for as long, and from
-    the second backward on the first holds what the one before left, unless the running sum has the gradients' dtype and
+    the device. Where each replica keeps a part of a shard, the last holds all of its average for as long, and from the
+    second backward on the first holds what the one before left, unless the running sum has the gradients' dtype and
     serves for it; and each holds its part of that, where gradients do not rest on the device.
     """
     itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced

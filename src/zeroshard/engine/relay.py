@@ -133,6 +133,8 @@ class RelayOfParts(Relay):
         return [*self._collecting, *super()._average()]
 
     def _give(self) -> list[Any]:
+        if self.team.queued:  # else it comes late enough: no average does before the first replica has all parts
+            self._work(self._collecting).wait()
         return self.team.exchange(self._whole, self.average, self._numels, out=True)
 
 

@@ -45,6 +45,7 @@ FEATURES = {
     "the optimizer over all ranks": Feature(
         r"Degree\.ALL|\bOver\b|self\.over\b|comm\.optimizer|\.share\(|\b_share\(|bucket\.part\(|self\.part\(seat"
         r"|over is Degree|over: Degree|spread=spread|\bspread: bool|if spread\b|\bSAVED\b|self\.optimizer not in",
+        ("ranks/levels.py",),
         unless=r"check_share|_share\(a|_share\(other|_share\(self, parent|self\._share\(parent|replicated, spread",
         homonyms=("checkpoint/files.py", "checkpoint/loading.py", "ranks/groups.py"),
     ),

@@ -109,6 +109,7 @@ def test_public_names_are_locked():
             ("replicas", None),
             ("transport", "auto"),
             ("optimizer", "team"),
+            ("hosts", None),
         ],
     }
     public = {name for name in dir(zeroshard.Zero) if not name.startswith("_")}

@@ -183,7 +183,7 @@ def connected_at(replicas, over="team"):
 
     dist.all_reduce(torch.ones(1, device="emu"))
     own = len(_all)
-    model, optimizer, zero = sharded(3, comm=Comm(replicas=replicas, optimizer=over))
+    model, optimizer, zero = sharded(3, comm=rows(replicas, over))
     dist.barrier()
     before = sorted(_all)
     for number in range(2):
@@ -203,6 +203,7 @@ def connected_at(replicas, over="team"):
         (4, 2, "team", [5] * 4),
         (3, 3, "team", [3, 4, 3]),  # the one between two others is in two pairs
         (4, 2, "all", [6] * 4),  # and one in which parts of earlier sums come together
+        (4, 2, "hosts", [7] * 4),  # and one in which those of shards do
     ],
 )
 def test_no_group_is_connected_within_a_backward(world, replicas, over, communicators):
@@ -237,15 +238,19 @@ def test_a_subgroup_shards_where_groups_are_split_from_the_worlds(tmp_path):
 # --- sums on their way through replicas -------------------------------------------------------------------------------
 
 
+def rows(count, over):
+    return Comm(hosts=count) if over == "hosts" else Comm(replicas=count, optimizer=over)
+
+
 def relayed(replicas, stage, over):
     """The host waits for all that its device has at every allocation, as it may do for memory and to load kernels."""
-    model, optimizer, zero = sharded(stage, comm=Comm(replicas=replicas, optimizer=over))
+    model, optimizer, zero = sharded(3 if over == "hosts" else stage, comm=rows(replicas, over))
     for number in range(2):
         step(model, optimizer, number)
     assert_plain(model, zero)
 
 
-@pytest.mark.parametrize("over", ["team", "all"])
+@pytest.mark.parametrize("over", ["team", "all", "hosts"])
 @pytest.mark.parametrize(
     ("world", "replicas"),
     [(2, 2), pytest.param(3, 3, marks=pytest.mark.full), pytest.param(4, 2, marks=pytest.mark.full)],
@@ -258,14 +263,15 @@ def test_no_device_waits_for_a_sum_that_is_sent_only_once_its_host_is_back(world
 def relayed_twice(stage):
     """Weights after steps of two backwards, of which the second goes on from parts of the first's sum."""
     found = []
-    for over in ("team", "all"):
-        model, optimizer, zero = sharded(stage, comm=Comm(replicas=2, optimizer=over))
+    for over in ("team", "all", "hosts"):
+        model, optimizer, zero = sharded(stage, comm=rows(2, over))
         for number in range(2):
             loss(model, batch(number + 2, ranks.rank())).backward()
             step(model, optimizer, number)
         with zero.gathered():
             found.append(reference.weights(model))
-    reference.assert_same(*found)
+    for other in found[1:]:
+        reference.assert_same(found[0], other)
 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])

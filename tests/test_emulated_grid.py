@@ -107,7 +107,7 @@ def made(stage, dtype, recompute, replicas, bucket_mib=0.0005, offload=None):
         stage=stage,
         precision=Precision(param_dtype=dtype),
         layout=Layout(bucket_mib=bucket_mib, recompute=recompute),
-        comm=Comm(replicas=replicas),
+        comm=Comm(hosts=2) if replicas == "hosts" else Comm(replicas=replicas),
         offload=offload,
     )
     return model, optimizer, zero
@@ -144,12 +144,13 @@ def equal(dtype, replicas, offload, cases, orders, folder):
             assert_same(history_and_weights(*made(stage, DTYPES[dtype], recompute, replicas, offload=tiers)), want)
 
 
-RANKS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2)]  # ranks and replicas
+RANKS = [(1, 1), (2, 1), (2, 2), (3, 1), (4, 2), (4, "hosts")]  # ranks and replicas, or two hosts
 EVERY = [*product(STAGES, (False, True))]
 ORDERS = 20
 FIRST = {  # of `make test`
     ((2, 1), "bf16", "optimizer"): [(2, True)],
     ((1, 1), "fp32", "nvme"): [(3, True), (0, False)],
+    ((4, "hosts"), "bf16", "none"): [(3, False)],
 }
 CASES = [
     pytest.param(*each, FIRST[each], range(1), id=f"{each[0][0]}-{each[0][1]}-{each[1]}-{each[2]}-a-few")
@@ -195,7 +196,9 @@ def in_buckets(dtype, replicas, recompute):
 @pytest.mark.full
 @pytest.mark.row(34)
 @pytest.mark.parametrize(
-    ("world_size", "dtype", "recompute"), [*product([(2, 1), (3, 1), (4, 2)], DTYPES, (False, True))], ids=str
+    ("world_size", "dtype", "recompute"),
+    [*product([(2, 1), (3, 1), (4, 2), (4, "hosts")], DTYPES, (False, True))],
+    ids=str,
 )
 def test_buckets_by_unit_have_the_bits_of_small_ones_and_of_plain_torch(world_size, dtype, recompute):
     """An accelerator's buckets, which are all of a unit, and those of a given size, as on CPUs; at every stage."""

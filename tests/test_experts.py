@@ -655,7 +655,7 @@ REFUSED = {
     "no such axis": ({"along": {"*.experts.*": "dep"}}, {}, None, "no axis of that name"),
     "no mesh": ({}, {"group": None}, None, "whose axes have names"),
     "no names": ({}, {"group": "unnamed"}, None, "whose axes have names"),
-    "replicas": ({}, {"replicas": 2}, None, "beside several replicas is not supported"),
+    "replicas": ({}, {"replicas": 2}, None, "beside several replicas, or hosts, is not supported"),
     "matches nothing": ({"along": {"*.expert.*": "edp"}}, {}, None, "Layout.along matches no parameter"),
     "tied": ({}, {}, tied, "under one of its names, and not under another"),
     "meta": ({}, {}, lambda: model_of(0, 2).to("meta"), "is on meta"),

@@ -103,6 +103,7 @@ def test_bits_of_the_ordinary_step(way, world, stage):
 REPLICAS = {
     "a team each": Comm(replicas=2),
     "spread over all": Comm(replicas=2, optimizer="all"),
+    "hosts": Comm(hosts=2),
     "one rank each": Comm(replicas=4),
 }
 

@@ -189,6 +189,7 @@ RAISED = {
     "int8": (2, {"comm": Comm(reduce="int8")}),
     "int8, cut between tensors": (2, {"comm": Comm(reduce="int8"), "layout": Layout(bounds="tensor")}),
     "parts of sums": (4, {"comm": Comm(replicas=2, optimizer="all")}),
+    "hosts": (4, {"comm": Comm(hosts=2)}),
     "int8, of copies": (4, {"comm": Comm(reduce="int8", replicas=2)}),
     "the backend's sums": (2, {"comm": Comm(reduce="native")}),
     "weights of 8 bits": (2, {"precision": Precision(param_dtype=torch.bfloat16, fp8=True, cast_inputs=True)}),

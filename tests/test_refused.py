@@ -9,14 +9,17 @@ from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine.refused import REFUSALS, Settings, refuse, settings
 from zeroshard.errors import Error, UserError
 
+HOSTS = {"comm": Comm(hosts=2), "replicas": 2}
 ALL, ONCE = {"comm": Comm(optimizer="all"), "replicas": 2}, {"offload": Offload(parameters="shared")}
 # for each row what a user asks for: both sides together, and then each of them by itself
 CASES = {
     ("stage=0", 'Comm(optimizer="all")'): ({"stage": 0}, ALL),
     ("stage=0", 'Offload(parameters="shared")'): ({"stage": 0}, ONCE),
     ('Comm(optimizer="all")', 'Offload(parameters="shared")'): (ALL, ONCE),
+    ("Comm(hosts={hosts})", 'Offload(parameters="shared")'): (HOSTS, ONCE),
     ('Comm(transport="gloo")', 'Offload(parameters="shared")'): ({"comm": Comm(transport="gloo")}, ONCE),
     ('Comm(optimizer="all")', 'Layout(bounds="tensor")'): (ALL, {"layout": Layout(bounds="tensor")}),
+    ("Comm(hosts={hosts})", 'Layout(bounds="tensor")'): (HOSTS, {"layout": Layout(bounds="tensor")}),
     ('Comm(optimizer="all")', "Precision(split_master=True)"): (ALL, {"precision": Precision(split_master=True)}),
     ("Precision(split_master=True)", 'Offload(parameters="shared")'): (
         {"precision": Precision(split_master=True)},
@@ -60,9 +63,10 @@ def test_what_does_not_go_together_is_refused_by_name(row):
     with pytest.raises(UserError) as refused:
         refuse(asked({**one, **other}))
     first, *facts = str(refused.value).splitlines()
-    got = ", ".join(row.sides).format(**asked({**one, **other})._asdict())
+    said = asked({**one, **other})._asdict()
+    got = ", ".join(row.sides).format(**said)
     assert first == row.what
-    assert f"  got: {got}" in facts and f"  instead: {row.instead}" in facts
+    assert f"  got: {got}" in facts and f"  instead: {row.instead.format(**said)}" in facts
     refuse(asked(one))  # each by itself is fine
     refuse(asked(other))
 
@@ -77,9 +81,10 @@ def test_defaults_go_with_everything():
         ({"stage": 0, "comm": Comm(replicas=2, optimizer="all")}, 0),
         ({"stage": 0, "offload": Offload(parameters="shared")}, 1),
         ({"comm": Comm(replicas=2, optimizer="all"), "offload": Offload(parameters="shared")}, 2),
-        ({"comm": Comm(transport="gloo"), "offload": Offload(parameters="shared")}, 3),
-        ({"optimizer_in_backward": True, "offload": Offload(gradients="cpu")}, 11),
-        ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 12),
+        ({"comm": Comm(hosts=2), "offload": Offload(parameters="shared")}, 3),
+        ({"comm": Comm(transport="gloo"), "offload": Offload(parameters="shared")}, 4),
+        ({"optimizer_in_backward": True, "offload": Offload(gradients="cpu")}, 13),
+        ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 14),
     ],
 )
 def test_a_plan_refuses_the_same(options, row):

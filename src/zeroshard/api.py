@@ -165,7 +165,8 @@ class Zero:
         self.model = engine.model
         self.stage, self.placements, self.partition = engine.stage, engine.placements, engine.partition
         self.rank, self.world_size = engine.group.team.seat.source, engine.group.sources
-        self.replicas = engine.group.team.seat.summed
+        seat = engine.group.team.seat
+        self.replicas, self.hosts = (1, seat.replicas) if seat.hosts else (seat.summed, 1)
         self._handlers: dict[int, Any] = {}  # of signals, before `save_on`
         self._metered = time.perf_counter()  # when `metrics` was told of tokens
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .layout import Bucket
     from .numerics import Precision
     from .ranks.agreement import Group
-    from .ranks.transport import Team
+    from .ranks.transport import Team, Work
     from .tiers.tier import Tier
 
 # By file, how a program asks for it: words, and a question about settings.
@@ -62,6 +62,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.split": ("Precision(split_master=True)", lambda s: s.split_master),
     "engine.coded": ('Comm(reduce="int8")', lambda s: s.reduce == "int8"),
     "engine.relay": ("Comm(replicas=...)", lambda s: s.summed > 1),
+    "ranks.levels": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "tiers.once": ("Offload(parameters='shared')", lambda s: s.once),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
@@ -127,6 +128,9 @@ class Feature:
 
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         """Return what makes the delivery of each sum, if this feature delivers them."""
+
+    def gathers(self, team: Team) -> Callable[[Team, Tensor, Bucket, str], Work] | None:
+        """Return what gathers buckets of whose shards each rank has a part, as `Team.gather` does others."""
 
     def subscriber(self, engine: Any) -> Subscriber | None:
         """Return what takes part in the backwards of an engine, if this feature does."""

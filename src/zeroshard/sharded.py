@@ -113,7 +113,8 @@ class Engine:
         init: Callable[[nn.Module], None] | None,
     ) -> None:
         """Change the model and the optimizers; what fails in here is undone."""
-        model, comm, precision = self.model, self.comm, self.precision
+        model, comm, precision, team = self.model, self.comm, self.precision, self.group.team
+        team.by_levels = first("gathers", team)
         parts.reserve()
         parts.build(init, before)
         self.partition, self.seed, self.placements = parts.partition, parts.seed, parts.placements
@@ -126,7 +127,7 @@ class Engine:
         self.on_signal: dict[int, Callable[[], object]] = {}  # actions once all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
-        deliver = first("delivery", self.group.team) or (lambda *_: Delivery())
+        deliver = first("delivery", team) or (lambda *_: Delivery())
         self.reduction = Reduction(self.gradients, self.group, self.tier, comm, deliver)
         for buffer in self.buffers:
             if buffer.bucket.trainable:

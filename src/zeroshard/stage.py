@@ -59,6 +59,11 @@ class Placements(NamedTuple):
         """True if each replica has a part only of the average of its shard."""
         return self.owned > Degree.TEAM
 
+    @property
+    def two_levels(self) -> bool:
+        """True if each rank has a part only of its shard, so that a gather is two collectives."""
+        return self.parameters is Degree.ALL
+
     def sharded(self) -> dict[str, bool]:
         """Return for each state if it is sharded at all."""
         return {state: bool(degree) for state, degree in self._asdict().items()}
@@ -84,6 +89,7 @@ class Seat(NamedTuple):
     part: int = 0  # which rows of a tensor along an axis the team has
     parts: int = 1  # how many teams have rows of it
     by_part: bool = False  # does each replica keep a part only of what it adds up?
+    hosts: bool = False  # are replicas hosts, which have one copy of the model together?
     mirrored: bool = False  # do all replicas compute the same, so that their gradients are not added up?
     grid: Grid = Grid()
     axis: str = "shard"
@@ -131,17 +137,19 @@ class Seat(NamedTuple):
 ALONE = Seat()
 
 
-def seat(rank: int, ranks: int, replicas: int = 1) -> Seat:
-    """Return a rank's seat in a mesh of replicas. Raises `UserError` if `replicas` does not divide the ranks."""
+def seat(rank: int, ranks: int, replicas: int = 1, *, hosts: bool = False, by_part: bool = False) -> Seat:
+    """Return a rank's seat in a mesh of replicas, or hosts. Raises `UserError` if these do not divide the ranks."""
     if replicas < 1 or ranks % replicas:
         divisors = [str(count) for count in range(1, ranks + 1) if ranks % count == 0]
+        name = "hosts" if hosts else "replicas"
         raise UserError(
-            "replicas must divide the ranks",
-            got=f"replicas={replicas}, ranks={ranks}",
+            f"{name} must divide the ranks",
+            got=f"{name}={replicas}, ranks={ranks}",
             instead=f"one of {', '.join(divisors[:12])}",
         )
-    size = ranks // replicas
-    return Seat(rank % size, size, rank // size, replicas, grid=Grid((("replicate", replicas), ("shard", size))))
+    size, by_part = ranks // replicas, replicas > 1 and (by_part or hosts)
+    grid = Grid((("replicate", replicas), ("shard", size)))
+    return Seat(rank % size, size, rank // size, replicas, by_part=by_part, hosts=hosts, grid=grid)
 
 
 def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
@@ -157,7 +165,9 @@ def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
     return Seat(grid.coordinate(rank, name), size, part=part, parts=grid.ranks // size, grid=grid, axis=name)
 
 
-def placements(stage: int, *, spread: bool = False, once: bool = False, in_backward: bool = False) -> Placements:
+def placements(
+    stage: int, *, spread: bool = False, once: bool = False, in_backward: bool = False, hosts: bool = False
+) -> Placements:
     """Return a stage's row of the table, changed as the settings ask.
 
     Raises `UserError` for a stage other than 0, 1, 2, 3, and for settings that the stage does not allow.
@@ -165,6 +175,7 @@ def placements(stage: int, *, spread: bool = False, once: bool = False, in_backw
     spread: shard what an optimizer updates and keeps over the ranks of all replicas, and gradients, if sharded at all.
     once: keep one copy of the parameters on each host, whole for every rank; each rank writes what it updates.
     in_backward: shard gradients as optimizer states, since each lives only for the update of a rank's own elements.
+    hosts: shard all that the stage shards over the ranks of all hosts.
     """
     if type(stage) is not int or stage not in STAGES:
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
@@ -172,4 +183,6 @@ def placements(stage: int, *, spread: bool = False, once: bool = False, in_backw
     assert row.optimizer or not (spread or once), "engine/refused.py has refused it"
     row = row._replace(parameters=Degree.RANK) if once else row
     row = row._replace(gradients=row.optimizer) if in_backward else row
+    if hosts:
+        return Placements(*(degree and Degree.ALL for degree in row))
     return row._replace(optimizer=Degree.ALL, gradients=row.gradients and Degree.ALL) if spread else row

@@ -42,6 +42,8 @@ SETTINGS: dict[str, dict[Any, dict[str, Any]]] = {
         "spread": {"comm": {"replicas": 2, "optimizer": "all"}},
         "four-replicas": {"comm": {"replicas": 4}},
         "four-spread": {"comm": {"replicas": 4, "optimizer": "all"}},
+        "hosts": {"comm": {"hosts": 2}},
+        "four-hosts": {"comm": {"hosts": 4}},
     },
     "rests": {
         "device": {},
@@ -150,8 +152,9 @@ class Case:
 
 def legal(case: Case) -> bool:
     """Do these settings go together, by `engine/refused.py` and by what is said beside it?"""
-    if case.ranks % case.arguments.get("comm", {}).get("replicas", 1):
-        return False  # replicas divide the ranks
+    comm = case.arguments.get("comm", {})
+    if case.ranks % (comm.get("replicas") or comm.get("hosts", 1)):
+        return False  # replicas, and hosts, divide the ranks
     if case.early and case.micro > 1:
         return False  # nothing is added up
     if "8bits" in case.format and case.rests == "one-copy":
@@ -162,8 +165,7 @@ def legal(case: Case) -> bool:
         made = case.settings()
         comm = made["comm"].sharing(once=made["offload"].once)
         policies = (made["precision"], made["layout"], comm, made["offload"])
-        replicas = comm.replicas or 1
-        refuse(settings(case.stage, *policies, replicas=replicas, in_backward=case.early))
+        refuse(settings(case.stage, *policies, replicas=comm.rows or 1, in_backward=case.early))
     except UserError:
         return False
     return True

@@ -172,15 +172,15 @@ def test_what_only_a_rank_can_refuse_is_one_line_too(tmp_path):
 def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
     wanted = {
-        "train": "accumulate batch data device grad-dtype help keep lr no-recompute no-report offload offload-gradients offload-optimizer "
+        "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-gradients offload-optimizer "
         "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
         "transport",
         "demo": "help out ranks seed steps verbose",
-        "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu gpu-mem gpus-per-node grad-dtype help "
+        "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu gpu-mem gpus-per-node grad-dtype help hosts "
         "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer "
         "optimizer-in-backward optimizer-over params precision "
         "prefetch preset ranks recompute reduce replicas shapes stage step-time text tokens transport units whole",
-        "simulate": "accumulate bucket-mib ep experts grad-dtype help json machine offload offload-gradients offload-optimizer "
+        "simulate": "accumulate bucket-mib ep experts grad-dtype help hosts json machine offload offload-gradients offload-optimizer "
         "offload-parameters optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
         "ckpt inspect": "help json",
         "ckpt verify": "help json",
@@ -188,7 +188,7 @@ def test_the_options_are_these():
         "ckpt export": "dtype file-size help json overwrite",
         "ckpt import": "buffer help json optimizer tied weights",
         "explain": "element help no-open open out stage text",
-        "verify": "accumulate bucket-mib clip help json offload offload-path optimizer-in-backward "
+        "verify": "accumulate bucket-mib clip help hosts json offload offload-path optimizer-in-backward "
         "optimizer-over precision ranks reduce replicas seed stage steps timeout transport",
         "doctor": "help json",
         "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "

@@ -1,4 +1,4 @@
-"""`optimizer_over="all"`: what is predicted, simulated and compared of an optimizer that all replicas share."""
+"""`optimizer_over="all"` and `hosts`: what is predicted, simulated and compared of states that all rows of ranks share."""
 
 import json
 from fractions import Fraction
@@ -24,11 +24,18 @@ PAPER = recipes.PRESETS["paper"]
 NAMES = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
-def real(stage):
+WAYS = {"all": {"spread": True}, "hosts": {"hosts": True}}
+
+
+def over(way, rows):
+    return Comm(hosts=rows) if way == "hosts" else Comm(replicas=rows, optimizer=way)
+
+
+def real(stage, way):
     rank = torch.distributed.get_rank()
     parts = wide()
     optimizer = parts["optimizer"](parts["model"].parameters())
-    zero = shard(parts["model"], optimizer, stage=stage, layout=LAYOUT, comm=Comm(replicas=2, optimizer="all"))
+    zero = shard(parts["model"], optimizer, stage=stage, layout=LAYOUT, comm=over(way, 2))
     for step in range(STEPS):
         parts["loss"](parts["model"], parts["batch"](step, rank)).backward()
         optimizer.step()
@@ -42,16 +49,18 @@ def specs():
 
 
 @pytest.mark.row(86)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", selection.STAGES[1:])
-def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, stage):
+def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, stage, way):
     """State by state, and what it shares, gathers and reduces in three steps; the relay on average."""
-    cut, place, recipe = partition(specs(), LAYOUT, 2), placements(stage, spread=True), recipes.PRESETS["fp32"]
-    told = ranks.run(4, real, stage)
+    cut, place, recipe = partition(specs(), LAYOUT, 2), placements(stage, **WAYS[way]), recipes.PRESETS["fp32"]
+    told = ranks.run(4, real, stage, way)
     for rank, (held, moved) in enumerate(told):
         planned = states.of_recipe(cut, place, rank, recipe, replicas=2).states()
         assert {NAMES.get(state, state): n for state, n in planned.items()} == held
         want = states.recipe_traffic(cut, place, rank, recipe, replicas=2)
-        for verb in ("share", "reduce") if stage == 3 else ("share", "reduce", "gather"):  # the first layer needs one
+        first = ["gather"] * (stage < 3) + ["share"] * (stage < 3 or way == "all")  # of which one is enough at stage 3
+        for verb in ("reduce", *first):
             found = moved[verb]
             assert getattr(want, verb).times(STEPS) == (found.logical, found.sent, found.sent_and_received), verb
         assert want.share.sent
@@ -61,14 +70,13 @@ def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, sta
 
 @pytest.mark.full
 @pytest.mark.row(86)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", selection.STAGES[1:])
-def test_a_plan_of_a_job_is_the_simulated_rank_it_shows(stage):
+def test_a_plan_of_a_job_is_the_simulated_rank_it_shows(stage, way):
     """64 ranks in 8 replicas: the rank that holds most of all, its bytes, and what it shares in a step."""
-    plan = zeroshard.plan(
-        wide, ranks=64, stage=stage, comm=Comm(replicas=8, optimizer="all"), layout=Layout(bucket_mib=0.003)
-    )
+    plan = zeroshard.plan(wide, ranks=64, stage=stage, comm=over(way, 8), layout=Layout(bucket_mib=0.003))
     (found,) = plan.stages
-    comm, layout = Comm(replicas=8, optimizer="all"), Layout(bucket_mib=0.003)
+    comm, layout = over(way, 8), Layout(bucket_mib=0.003)
     runs = [simulate(wide, ranks=64, rank=r, stage=stage, comm=comm, layout=layout) for r in (found.rank, 0, 29, 63)]
     totals = [sum(n for state, n in run.ledger.held.items() if state in found.states) for run in runs]
     assert found.total == totals[0] == max(totals)
@@ -76,22 +84,25 @@ def test_a_plan_of_a_job_is_the_simulated_rank_it_shows(stage):
     assert found.traffic.share.times(STEPS) == (shared.logical, shared.sent, shared.sent_and_received)
     relay = runs[0].ledger.traffic["relay"]
     assert found.traffic.relay.logical * STEPS == relay.logical
-    assert found.formula == {1: "8 + 8/N", 2: "4 + 12/N", 3: "4*8/N + 12/N"}[stage]
+    third = "16/N" if way == "hosts" else "4*8/N + 12/N"
+    assert found.formula == {1: "8 + 8/N", 2: "4 + 12/N", 3: third}[stage]
 
 
-def test_the_rank_shown_holds_most_of_all_replicas():
+@pytest.mark.parametrize("way", WAYS)
+def test_the_rank_shown_holds_most_of_all_replicas(way):
     cut, recipe = partition(specs(), LAYOUT, 3), recipes.PRESETS["zeroshard"]
     for stage in STAGES:
-        place = placements(stage, spread=True)
+        place = placements(stage, **WAYS[way])
         held = [sum(states.of_recipe(cut, place, r, recipe, replicas=4).states().values()) for r in range(12)]
         fullest = states.fullest_rank(states.owned(cut), place, recipe, states.updated(cut, 4))
         assert held[fullest] == max(held) > min(held)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_closed_form_of_all_replicas_is_the_layout_where_sizes_divide(stage):
+def test_the_closed_form_of_all_replicas_is_the_layout_where_sizes_divide(stage, way):
     cut = partition([Spec("w", (96 * 64,), "bfloat16", 2, 0, True)], Layout(units=(), align=1), 8)
-    place = placements(stage, spread=True)
+    place = placements(stage, **WAYS[way])
     for rank in range(32):
         held = states.of_recipe(cut, place, rank, PAPER, replicas=4).states(padding_row=True)
         assert held == closed.at_rest(96 * 64, 8, place, PAPER, 4)
@@ -116,16 +127,19 @@ def test_a_number_of_parameters_over_all_replicas():
         ("team", 4, Fraction(7, 2)),
         ("all", 1, Fraction(91, 128)),
         ("all", 4, Fraction(301, 128)),
+        ("hosts", 1, Fraction(119, 128)),
+        ("hosts", 4, Fraction(497, 128)),
     ],
 )
 def test_the_slow_link_of_an_optimizer_over_all(over, backwards, between):
     """Bytes per parameter between hosts of 8 at 64 ranks: 0.875, 3.5, 0.71 and 2.35, as in docs/hosts.md."""
-    plan = zeroshard.plan(params=64 * 10**6, preset="zeroshard", ranks=64, comm=Comm(replicas=8, optimizer=over), stage=3, gpus_per_node=8, accumulate=backwards)  # fmt: skip
+    comm = Comm(hosts=8) if over == "hosts" else Comm(replicas=8, optimizer=over)
+    plan = zeroshard.plan(params=64 * 10**6, preset="zeroshard", ranks=64, comm=comm, stage=3, gpus_per_node=8, accumulate=backwards)  # fmt: skip
     (found,) = plan.stages
     assert found.links.between == found.slow_link.sent == between * 64 * 10**6
-    assert plan.replicas.optimizer == Fraction(12, 64 if over == "all" else 8)
-    assert found.formula == ("2*8/N + 16/N" if over == "all" else "16*8/N")
-    assert ("share" in found.traffic.json()) == (over == "all")
+    assert plan.replicas.optimizer == Fraction(12, 8 if over == "team" else 64)
+    assert found.formula == {"team": "16*8/N", "all": "2*8/N + 16/N", "hosts": "16/N"}[over]
+    assert ("share" in found.traffic.json()) == (over != "team")
 
 
 def test_a_node_of_several_replicas_shares_over_its_cards():
@@ -165,13 +179,17 @@ def test_stage_0_is_left_out_and_one_replica_is_all_ranks():
         for comm in (Comm(replicas=2, optimizer="all"), Comm(replicas=1, optimizer="all"), Comm(replicas=1))
     )
     assert [stage.stage for stage in two.stages] == [1, 2, 3]
-    assert one == team
+    assert one == team == zeroshard.plan(params=1000, ranks=4, comm=Comm(hosts=1))
+    assert [stage.stage for stage in zeroshard.plan(params=1000, ranks=4, comm=Comm(hosts=2)).stages] == [0, 1, 2, 3]
 
 
-def test_commands_name_it_alike(capsys):
+@pytest.mark.parametrize(
+    "way", [["--replicas", "2", "--optimizer-over", "all"], ["--hosts", "2"]], ids=["all", "hosts"]
+)
+def test_commands_name_it_alike(capsys, way):
     for command in (["plan", "--params", "1e6", "--stage", "3"], ["simulate", f"{__file__}:wide"]):
         with pytest.raises(SystemExit) as ended:
-            app([*command, "--ranks", "4", "--replicas", "2", "--optimizer-over", "all", "--json"])
+            app([*command, "--ranks", "4", *way, "--json"])
         assert ended.value.code == 0
         told = json.loads(capsys.readouterr().out)
         found = told["stages"][0] if command[0] == "plan" else told["simulated"][0]

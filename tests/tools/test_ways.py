@@ -27,13 +27,19 @@ def of(ways, stage, replicas, over="team"):
 def test_the_figures_are_those_of_each_plan_alone():
     """Bytes between nodes by hand, and all of them as plans say that ask for one mesh."""
     ways = zeroshard.plan(**SETTINGS).ways
-    assert len(ways.ways) == 4 + 3 * (4 + 3)  # stages, of one replica; of 2, 4 and 8, over each and over all
+    assert (
+        len(ways.ways) == 4 + 3 * (4 + 3) + 1
+    )  # stages, of one replica; of 2, 4 and 8, over each and over all; of hosts
     assert of(ways, 3, 1).between == 2 * P * (Fraction(2 * (N - 1), N * G) + Fraction(N - G, N))
     assert of(ways, 3, K).between == 8 * Fraction(P, G) * Fraction(K - 1, K)
     assert of(ways, 3, K, "all").between == (4 + Fraction(4, K) + 2) * Fraction(P, G) * Fraction(K - 1, K)
+    by_levels = of(ways, 3, 1, "all")
+    assert by_levels.between == (4 + Fraction(4, K) + 2 * 2) * Fraction(P, G) * Fraction(K - 1, K)
+    assert (by_levels.nbytes, by_levels.hosts) == (of(ways, 3, 1).nbytes, K)
     for way in ways.ways:
         settings = {**SETTINGS, "machine": None, "gpus_per_node": G, "stage": way.stage}
-        (alone,) = zeroshard.plan(**settings, comm=Comm(replicas=way.replicas, optimizer=way.over)).stages
+        comm = Comm(hosts=K) if way.hosts > 1 else Comm(replicas=way.replicas, optimizer=way.over)
+        (alone,) = zeroshard.plan(**settings, comm=comm).stages
         assert (alone.most, *alone.links) == (way.nbytes, way.inside, way.between)
     assert [way.seconds for way in ways.ways] == sorted(way.seconds for way in ways.ways)
 
@@ -43,8 +49,8 @@ def test_the_figures_are_those_of_each_plan_alone():
     [
         ("40GB", 'stage=2, comm=Comm(replicas=8, optimizer="all")'),
         ("12GB", 'stage=3, comm=Comm(replicas=8, optimizer="all")'),
-        ("3GB", 'stage=3, comm=Comm(replicas=4, optimizer="all")'),
-        ("2GB", "stage=3"),
+        ("3GB", "stage=3, comm=Comm(hosts=8)"),
+        ("2GB", "stage=3, comm=Comm(hosts=8)"),
     ],
 )
 def test_the_less_memory_the_more_is_sharded(budget, settings):
@@ -59,7 +65,7 @@ def test_what_is_said_is_what_the_figures_show():
     ways = zeroshard.plan(**SETTINGS, gpu_mem="12GB").ways
     fitting = sum(way.nbytes <= 12e9 for way in ways.ways)
     first, beside, faster, _ = ways.because
-    assert first.startswith(f"{fitting} of 25 ways fit")
+    assert first.startswith(f"{fitting} of 26 ways fit")
     assert "5,687,500,000 bytes between nodes and 4,000,000,000 bytes of memory" in first
     assert beside.startswith("beside it stage 3, one replica")
     assert "17,937,500,000 bytes between nodes and 2,000,000,000 bytes" in beside
@@ -82,7 +88,7 @@ def test_where_the_backends_own_reduction_is_faster_is_said_by_how_much(ranks):
     nodes the cards of one share what leaves it. It is never what is recommended."""
     limit = None if ranks == G else "2.5GB"  # in which one replica fits
     ways = zeroshard.plan(**SETTINGS | {"ranks": ranks, "machine": "h100", "stage": 3, "gpu_mem": limit}).ways
-    ordered, native = of(ways, 3, 1), next(way for way in ways.native if way.replicas == 1)
+    ordered, native = of(ways, 3, 1), next(way for way in ways.native if way.plain)
     assert ordered.inside == 2 * P * (Fraction(2 * (ranks - 1), ranks) + Fraction(G - 1, ranks))
     assert native.inside == 2 * P * Fraction(4 * (ranks - 1), ranks)
     assert native.between == (native.inside // G if ranks > G else 0)
@@ -116,7 +122,7 @@ def test_nothing_fits_and_one_node():
     assert none.recommended is None
     assert none.json()["recommended"] is None
     (said,) = none.because
-    assert said.startswith("none of 25 ways fits; the smallest is stage 3, one replica")
+    assert said.startswith("none of 26 ways fits; the smallest is stage 3, one replica")
     one = zeroshard.plan(**{**SETTINGS, "ranks": 8, "machine": "a100"}).ways
     assert {way.replicas for way in one.ways} == {1}
     assert {way.between for way in one.ways} == {0}
@@ -134,7 +140,7 @@ def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):
     run = simulate(wide, ranks=8, stage=2, layout=zeroshard.Layout(bucket_mib=0.003))
     way = of(plan.ways, 2, 1)
     assert way.seconds - way.overhead == pytest.approx(clock(run, cluster, ordered=True).moving)  # sums of floats
-    assert {(way.replicas, way.over) for way in plan.ways.ways} == {
+    assert {(way.replicas, way.over) for way in plan.ways.ways if way.hosts == 1} == {
         (1, "team"), *((k, over) for k in (2, 4) if 8 % (k * gpus) == 0 for over in ("team", "all"))
     }  # fmt: skip
 
@@ -167,6 +173,7 @@ def test_ways_that_shard_would_refuse_are_left_out(tmp_path):
     for bounds, overs in (("unit", {"team", "all"}), ("tensor", {"team"})):
         ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", layout=Layout(bounds=bounds)).ways.ways
         assert {way.over for way in ways} == overs and {way.replicas for way in ways} == {1, 2}
+        assert {way.hosts for way in ways} == ({1, 2} if "all" in overs else {1})
 
 
 @pytest.mark.parametrize(

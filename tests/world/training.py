@@ -60,6 +60,9 @@ class Settings(NamedTuple):
         parts = "replicas" in comm and stage and bounds != "tensor" and "split_master" not in precision
         if parts and random.Random(f"over {number}").random() < 0.5:  # of its own: no other draw changes by it
             comm["optimizer"] = "all"
+        hosts = "replicas" in comm and bounds != "tensor"
+        if hosts and random.Random(f"hosts {number}").random() < 0.4:
+            comm = {"reduce": comm["reduce"], "hosts": comm["replicas"]}
         verbs = ["gathered", "export", "evaluate", "write"] + ["full", "no_sync"] * (not in_backward)
         return Settings(
             number, size, stage, comm, precision, layout, offload, in_backward, draw.random() < 0.5,

@@ -241,8 +241,7 @@ def _run(
     of_this = {
         "bucket_mib": _bucket_mib(configuration.bucket, model, _precision(question)),
         "overlap": configuration.overlap,
-        "replicas": configuration.replicas,
-        "optimizer_over": configuration.over,
+        **configuration.rows,
         "optimizer_in_backward": question.optimizer_in_backward and configuration != question.baseline,
     }
     try:

@@ -167,6 +167,7 @@ class RunConfig:
     replicas: int = 1
     timeout: float = 1800.0  # seconds
     transport: Transport = "auto"
+    hosts: int = 1
     optimizer_over: OptimizerOver = "team"
     reduce: Reduce = "ordered"
 
@@ -179,6 +180,8 @@ class RunConfig:
             within(name, getattr(self, name), least)
         if self.replicas < 1 or self.ranks % self.replicas:
             raise InputError(f"--replicas must divide --ranks {self.ranks}, got {self.replicas}")
+        if self.hosts < 1 or self.ranks % self.hosts:
+            raise InputError(f"--hosts must divide --ranks {self.ranks}, got {self.hosts}")
         if self.optimizer_over == "all" and self.stage == 0:
             raise InputError("--optimizer-over all takes --stage 1, 2 or 3: at stage 0 every rank keeps all states")
         if not 0 < self.timeout <= 1e9:

@@ -51,14 +51,22 @@ class Configuration(NamedTuple):
     plain: int
     tier: str = "device"  # where all states rest
     replicas: int = 1
-    over: str = "team"  # which ranks the optimizer is sharded over
+    over: str = "team"  # which ranks the optimizer is sharded over; "hosts": replicas are hosts, which have one copy
 
     def __str__(self) -> str:
         size = self.bucket if self.bucket == SMALL else f"{self.bucket} MiB"
         where = "" if self.tier == "device" else f", all states in {self.tier}"
         copies = "" if self.replicas == 1 else f", {self.replicas} replicas"
+        copies = f", {self.replicas} hosts" if self.over == "hosts" else copies
         copies += ", optimizer over all" if self.over == "all" else ""
         return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}{where}{copies}"
+
+    @property
+    def rows(self) -> dict[str, Any]:
+        """The options that say how ranks are put together."""
+        if self.over == "hosts":
+            return {"replicas": 1, "hosts": self.replicas, "optimizer_over": "team"}
+        return {"replicas": self.replicas, "hosts": 1, "optimizer_over": self.over}
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class Question:
     offload_path: str = ""
     replicas: tuple[int, ...] = (1,)
     transport: Transport = "auto"
+    hosts: tuple[int, ...] = (1,)
     optimizer_over: tuple[str, ...] = ("team",)
     optimizer_in_backward: bool = False
     reduce: Reduce = "ordered"
@@ -101,7 +110,12 @@ class Question:
         for count in self.replicas:
             if count < 1 or all(ranks % count for ranks in self.ranks):
                 raise InputError(f"--replicas must divide one of --ranks each, got {count} for {list(self.ranks)}")
+        for count in self.hosts:
+            if count < 1 or all(ranks % count for ranks in self.ranks):
+                raise InputError(f"--hosts must divide one of --ranks each, got {count} for {list(self.ranks)}")
         for ranks in self.ranks:
+            if all(ranks % count for count in self.hosts):
+                raise InputError(f"--hosts: one must divide {ranks} of --ranks, got {list(self.hosts)}")
             if not self.copies(ranks):
                 raise InputError(f"--replicas: one must divide {ranks} of --ranks, got {list(self.replicas)}")
         if self.optimizer_in_backward and (self.accumulate > 1 or self.clip is not None):
@@ -130,13 +144,15 @@ class Question:
         return [count for count in self.replicas if ranks % count == 0]
 
     def meshes(self, ranks: int) -> list[tuple[int, int, str]]:
-        """List (stage, replicas, over which ranks the optimizer is sharded).
+        """List (stage, replicas, over which ranks the optimizer is sharded); and hosts of one copy, as replicas are.
 
         Over all is left out where it is no different: with one replica, and at stage 0.
         """
-        return [
+        counts = [count for count in self.hosts if ranks % count == 0]
+        hosts = [(stage, count, "hosts") for count in counts for stage in self.stages if count > 1]
+        return hosts + [
             (stage, count, over)
-            for count in self.copies(ranks)
+            for count in self.copies(ranks) * (1 in counts)
             for over in self.optimizer_over
             for stage in self.stages
             if over == "team" or (count > 1 and STAGES[stage].optimizer)
@@ -178,7 +194,8 @@ class Question:
 
     def masters_alone(self, configuration: Configuration) -> bool:
         """Tell whether only masters rest of sharded parameters on the device, so that nothing is split."""
-        place = placements(configuration.stage, spread=configuration.over == "all")
+        over = configuration.over
+        place = placements(configuration.stage, spread=over == "all", hosts=over == "hosts")
         return place.together and configuration.tier == "device"
 
     @property

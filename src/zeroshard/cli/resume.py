@@ -88,6 +88,8 @@ def merge(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks:
     settled["ranks"] = before["ranks"] if ranks is None else ranks
     if "replicas" not in given:
         settled["replicas"] = 1 if settled["ranks"] % before.get("replicas", 1) else before.get("replicas", 1)
+    if "hosts" not in given:
+        settled["hosts"] = 1 if settled["ranks"] % before.get("hosts", 1) else before.get("hosts", 1)
     if "optimizer_over" not in given:
         settled["optimizer_over"] = before.get("optimizer_over", "team") if settled["stage"] else "team"
     if "accumulate" not in given:

@@ -58,17 +58,20 @@ def replicas(found: Plan, amount: Amount) -> None:
     """Print what several replicas hold and send, compared with one."""
     copies = found.replicas
     assert copies is not None
-    named = "1 replica" if copies.replicas == 1 else f"{copies.replicas} replicas"
-    over = ", the optimizer over all" if copies.share_between else ""
+    rows, over = "replica", ", the optimizer over all" if copies.share_between else ""
+    if copies.hosts > 1:
+        rows, over = "host", ""
+    named = screen.many(copies.replicas, rows)
     title = f"{named} of {found.ranks // copies.replicas} ranks{over}, for one backward"
+    when = "for each gather at stage 3" if copies.hosts > 1 else "after the step"
     table = screen.new_table(title, "what", "amount")
     table.add_row("optimizer, bytes per parameter and rank", number(copies.optimizer))
     for what, elements in {
-        "reduced inside a replica, P sent per rank": copies.reduce_inside,
+        f"reduced inside a {rows}, P sent per rank": copies.reduce_inside,
         "handed on and back between them": copies.reduce_between,
-        "gathered once inside a replica": copies.gather_inside,
-        **({"shared between them after the step": copies.share_between} if over else {}),
-        "total" if over else "total, the same for every K": copies.total,
+        f"gathered once inside a {rows}": copies.gather_inside,
+        **({f"shared between them {when}": copies.share_between} if copies.share_between else {}),
+        "total" if copies.share_between else "total, the same for every K": copies.total,
     }.items():
         table.add_row(what, number(elements / found.parameters))
     show(table)
@@ -106,9 +109,10 @@ def ways(found: Plan, compared: Ways, amount: Amount) -> None:
     best = compared.recommended
     for way in compared.shown:
         verdict = "[green]least[/green]" if way == best else "" if way.fits else "[red]does not fit[/red]"
-        over = "-" if way.stage == 0 else "all" if way.over == "all" or way.replicas == 1 else "a replica"
+        over = "-" if way.stage == 0 else "all" if way.over == "all" or way.plain else "a replica"
         sizes = map(amount, (way.nbytes, way.between, way.inside))
-        table.add_row(str(way.stage), str(way.replicas), over, *sizes, f"{way.seconds:.3g} s", verdict)
+        copies = f"1 on {way.hosts} hosts" if way.hosts > 1 else str(way.replicas)
+        table.add_row(str(way.stage), copies, over, *sizes, f"{way.seconds:.3g} s", verdict)
     show(table)
     screen.say(
         f"  [dim]{len(compared.ways)} ways compared; shown: those that no other beats in memory and time, and one "

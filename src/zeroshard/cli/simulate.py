@@ -27,7 +27,7 @@ from zeroshard.planner.machines import Machine, machine
 from zeroshard.planner.overheads import CLIP, clipped, total
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, facts, simulate
 from zeroshard.planner.states import owned
-from zeroshard.stage import seat
+from zeroshard.ranks.comm import Comm
 from zeroshard.tiers.offload import Offload
 
 
@@ -54,7 +54,7 @@ def show_simulation(
         raise UserError("there is no folder for the trace", got=repr(trace))
     made = policies(options)
     layout, comm = made["layout"], made["comm"]
-    replicas, ordered = comm.replicas or 1, comm.reduce != "native"
+    replicas, ordered = comm.rows or 1, comm.reduce != "native"
     check_experts(layout, ep, ranks, replicas=None if replicas == 1 else replicas)
     made["layout"] = layout.on(accelerator=True)
     comparable = comm.reduce == "ordered" and replicas == 1 and not ep and comm.transport != "shared"
@@ -78,14 +78,15 @@ def show_simulation(
         asked = {
             "job": job,
             "ranks": ranks,
-            "replicas": replicas,
+            "replicas": comm.replicas or 1,
+            "hosts": comm.hosts or 1,
             "optimizer_over": options["optimizer_over"],
             "stage": stage,
         }
         print(json.dumps(asked | {"machine": on, "simulated": found}, indent=2))
         return
     over = ", the optimizer over all of them" if options["optimizer_over"] == "all" and replicas > 1 else ""
-    _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, replicas)}{over}", cluster)
+    _open(job, f"{ranks:,} at stage {stage}{_copies(ranks, comm)}{over}", cluster)
     for each in found:
         _show(each)
 
@@ -100,15 +101,16 @@ def _open(job: str, ranks: str, cluster: Machine) -> None:
     screen.opening("Simulation", facts)
 
 
-def _copies(ranks: int, replicas: int) -> str:
-    return f", in {replicas:,} replicas of {ranks // replicas:,}" if replicas > 1 else ""
+def _copies(ranks: int, comm: Comm) -> str:
+    rows, name = comm.rows or 1, "hosts" if comm.two_levels else "replicas"
+    return f", {'on' if comm.two_levels else 'in'} {rows:,} {name} of {ranks // rows:,}" if rows > 1 else ""
 
 
 def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timeline:
     """Put a simulated step on the clock."""
     # Only what the device holds: the CPU updates states that rest elsewhere, and no clock here knows how fast.
     held = {state: n for state, n in run.ledger.tiers.get(DEVICE, {}).items() if state not in (*PASSING, "parameters")}
-    sits = seat(run.rank, run.ranks, run.zero.replicas)
+    sits = run.zero._engine.group.team.seat
     return timeline.replay(
         run.events, cluster, ranks=sits.size, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps,
         replica=sits.replica, replicas=sits.replicas,

@@ -56,6 +56,7 @@ def show_header(config: RunConfig, corpus: Corpus) -> None:
     screen.opening(
         f"Stage {config.stage}, {screen.ranks_text(config.ranks)}"
         + f" in {config.replicas} replicas" * (config.replicas > 1)
+        + f", of {config.hosts} hosts" * (config.hosts > 1)
         + ", the optimizer over all" * (config.replicas > 1 and config.optimizer_over == "all")
         + f", {config.precision}"
         + f", {config.grad_dtype} gradients" * (config.grad_dtype != "fp32")

@@ -57,7 +57,8 @@ def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_js
             screen.say(f"\n[bold]Scenario: {name}[/bold]")
         on = ranks or own
         copies = tuple(count for count in question.replicas if any(each % count == 0 for each in on))
-        failed = verify(replace(question, job=job, ranks=on, replicas=copies), as_json=as_json, told=told)
+        hosts = tuple(count for count in question.hosts if any(each % count == 0 for each in on))
+        failed = verify(replace(question, job=job, ranks=on, replicas=copies, hosts=hosts), as_json=as_json, told=told)
         if failed not in (0, launch.FAILED):
             return failed
         code = code or failed
@@ -181,8 +182,9 @@ def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}{early}\n")
     columns = [screen.ranks_text(ranks) for ranks in question.ranks]
     tiers = ["tier"] if question.tiers else []
-    copies = ["replicas"] if question.replicas != (1,) else []
-    over = ["optimizer over"] if question.optimizer_over != ("team",) else []
+    rows = {configuration.over for configuration in question.rows()}
+    copies = ["replicas"] if question.replicas != (1,) or question.hosts != (1,) else []
+    over = ["optimizer over"] if rows != {"team"} else []
     table = Table(
         *copies, *over, "stage", "bucket MiB", "overlap", *tiers, *columns, box=None, pad_edge=False, header_style="dim"
     )

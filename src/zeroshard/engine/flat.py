@@ -153,6 +153,8 @@ class Flat:
         """Send what is owned, which lies in `whole` on the device, to all ranks of the team."""
         if self.by_part:
             self._complete(whole[slice(*self.bucket.shard(self.team.position))])
+        elif self.degree is Degree.ALL:
+            return self.team.by_levels(self.team, whole, self.bucket, self.state)
         return self.team.gather(whole, self.bucket, self.state)
 
     @torch.no_grad()
@@ -166,7 +168,7 @@ class Flat:
     @torch.no_grad()
     def share(self, updated: Degree) -> None:
         """Send this replica's updated part of the shard to the other replicas, if each has updated a part (ALL)."""
-        if updated is not Degree.ALL:
+        if updated is not Degree.ALL or self.degree is Degree.ALL:
             return
         with self.here():
             own = self.own

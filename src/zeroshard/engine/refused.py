@@ -30,6 +30,7 @@ class Settings(NamedTuple):
     reduce: str = "ordered"
     transport: str = "auto"
     over: str = "team"  # Comm.optimizer
+    hosts: int = 1
     reduce_dtype: Any = None
     nonfinite: str = "ignore"
     split_master: bool = False
@@ -43,13 +44,14 @@ class Settings(NamedTuple):
 
     @property
     def spread(self) -> bool:
-        """Tell whether the optimizer's states are cut between several replicas."""
-        return self.over == "all" and self.replicas > 1
+        """Tell whether the optimizer's states are cut between several replicas, or hosts."""
+        return self.replicas > 1 and (self.hosts > 1 or self.over == "all")
 
     @property
     def placed(self) -> dict[str, bool]:
         """The settings that change a stage's placements: see `stage.placements`."""
-        return {"spread": self.spread, "once": self.once, "in_backward": self.in_backward}
+        spread, hosts = self.spread and self.hosts == 1, self.hosts > 1
+        return {"spread": spread, "hosts": hosts, "once": self.once, "in_backward": self.in_backward}
 
     @property
     def told(self) -> dict[str, Any]:
@@ -59,7 +61,9 @@ class Settings(NamedTuple):
     @property
     def placing(self) -> Settings:
         """The settings that say where states are placed: with two that do not go together nothing can be built."""
-        return Settings(self.stage, self.replicas, transport=self.transport, over=self.over, once=self.once)
+        return Settings(
+            self.stage, self.replicas, transport=self.transport, over=self.over, hosts=self.hosts, once=self.once
+        )
 
 
 def settings(
@@ -83,6 +87,7 @@ def settings(
         reduce=comm.reduce,
         transport=comm.transport,
         over=comm.optimizer,
+        hosts=comm.hosts or 1,
         **others,
     )
 
@@ -106,7 +111,7 @@ IN_BACKWARD = "with the optimizer in backward gradients are used as they come, a
 REFUSALS = (
     Refusal(
         ("stage=0", 'Comm(optimizer="all")'),
-        lambda s: s.spread and s.stage == 0,
+        lambda s: s.over == "all" and s.replicas > 1 and s.stage == 0,
         "every rank holds the whole optimizer state at stage 0, so it cannot be spread over all of them",
         "stage=1, 2 or 3",
     ),
@@ -119,10 +124,17 @@ REFUSALS = (
     ),
     Refusal(
         ('Comm(optimizer="all")', 'Offload(parameters="shared")'),
-        lambda s: s.once and s.spread,
+        lambda s: s.once and s.spread and s.hosts == 1,
         "one copy of the parameters for all ranks of a host needs one owner on it for each element",
         'Comm(optimizer="team"), or Offload()',
         "optimizer states that are sharded among the ranks of a replica",
+    ),
+    Refusal(
+        ("Comm(hosts={hosts})", 'Offload(parameters="shared")'),
+        lambda s: s.once and s.hosts > 1,
+        "one copy of the parameters for all ranks of a host needs one owner on it for each element",
+        "Comm(replicas={hosts}), or Offload()",
+        "optimizer states that are sharded among the ranks of a host",
     ),
     Refusal(
         ('Comm(transport="gloo")', 'Offload(parameters="shared")'),
@@ -137,8 +149,14 @@ REFUSALS = (
         'Comm(optimizer="team"), or Layout(whole=[...]) for what must not be cut',
     ),
     Refusal(
+        ("Comm(hosts={hosts})", 'Layout(bounds="tensor")'),
+        lambda s: s.hosts > 1 and s.bounds == "tensor",
+        "a shard is cut between the hosts, and no tensor is to be cut",
+        "Comm(), or Layout(whole=[...]) for what must not be cut",
+    ),
+    Refusal(
         ('Comm(optimizer="all")', "Precision(split_master=True)"),
-        lambda s: s.spread and s.split_master,
+        lambda s: s.over == "all" and s.replicas > 1 and s.split_master,
         "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
         'Comm(optimizer="team"), or whole masters',
     ),
@@ -204,13 +222,17 @@ def refuse(given: Settings) -> None:
     for row in REFUSALS:
         if row.when(given):
             got = ", ".join(row.sides).format(**given._asdict())
-            raise UserError(row.what, expected=row.expected, got=got, instead=row.instead)
+            instead = row.instead.format(**given._asdict())
+            raise UserError(row.what, expected=row.expected, got=got, instead=instead)
 
 
 def table() -> str:
     """Write the refusals as a table for the guide."""
     unknown: dict[str, _Any] = defaultdict(_Any)
-    rows = [(*(f"`{side.format_map(unknown)}`" for side in row.sides), row.what, row.instead) for row in REFUSALS]
+    rows = [
+        (*(f"`{side.format_map(unknown)}`" for side in row.sides), row.what, row.instead.format_map(unknown))
+        for row in REFUSALS
+    ]
     head = ("this", "does not go with", "because", "write instead")
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ("---",) * 4, *rows)) + "\n"
 

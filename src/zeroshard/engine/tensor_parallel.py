@@ -57,11 +57,12 @@ def mesh_of(model: nn.Module, comm: Comm) -> Any:
 
 def check_tensors(model: nn.Module, mesh: Any, layout: Layout, comm: Comm) -> None:
     """Refuse, by name, DTensors that no plain parameter can stand for. mesh: as `mesh_of` returns it."""
-    if mesh is not None and (layout.along or comm.replicas not in (None, 1) or comm.optimizer != "team"):
+    if mesh is not None and (layout.along or comm.rows not in (None, 1) or comm.optimizer != "team"):
         raise UserError(
-            "parameters along an axis, and replicas, are not supported beside tensor parallelism",
-            got=f"along={dict(layout.along)}, replicas={comm.replicas}, optimizer={comm.optimizer!r}, and DTensors",
-            instead='Layout() without along=, Comm(group=mesh["dp"]) without replicas= and optimizer=',
+            "parameters along an axis, replicas, and hosts, are not supported beside tensor parallelism",
+            got=f"along={dict(layout.along)}, replicas={comm.replicas}, hosts={comm.hosts}, "
+            f"optimizer={comm.optimizer!r}, and DTensors",
+            instead='Layout() without along=, Comm(group=mesh["dp"]) without replicas=, hosts= and optimizer=',
         )
     for name, param in _named(model):
         shards = [placement for placement in param.placements if not placement.is_replicate()]

@@ -231,7 +231,7 @@ def finish(
             links=_links(found, asked),
             links_gloo=_links(found, asked, gloo=True),
             slow_link=None
-            if asked.comm.replicas is None or node is None or alone is None
+            if asked.comm.rows is None or node is None or alone is None
             else traffic.slow_link(ranks, copies, found.traffic, alone(stage), node),
         )
         stages.append(found)
@@ -251,8 +251,10 @@ def finish(
         tuple(stages),
         layout,
         None
-        if asked.comm.replicas is None
-        else traffic.replicas(numel, ranks, copies, recipe, spread=asked.spread(max(asked.stages))),
+        if asked.comm.rows is None
+        else traffic.replicas(
+            numel, ranks, copies, recipe, spread=asked.spread(max(asked.stages)), hosts=asked.comm.two_levels
+        ),
         limit,
         tuple(advice),
         tuple(notes),

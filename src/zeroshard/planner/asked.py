@@ -62,15 +62,20 @@ class Asked(NamedTuple):
         return self.offload is not None and self.offload.once
 
     def spread(self, stage: int) -> bool:
-        """Tell whether the optimizer is sharded over all replicas at a stage: never at stage 0."""
-        return self.comm.optimizer == "all" and self.copies > 1 and bool(STAGES[stage].optimizer)
+        """Tell whether the optimizer is sharded over all replicas, or hosts, at a stage: never at stage 0."""
+        over = self.comm.two_levels or self.comm.optimizer == "all"
+        return over and self.copies > 1 and bool(STAGES[stage].optimizer)
 
     def placements(self, stage: int) -> Placements:
-        return placements(stage, spread=self.spread(stage), once=self.once, in_backward=self.recipe.in_backward)
+        return placements(
+            stage, spread=self.spread(stage), once=self.once, in_backward=self.recipe.in_backward,
+            hosts=self.comm.two_levels,
+        )  # fmt: skip
 
     @property
     def copies(self) -> int:
-        return self.comm.replicas or 1
+        """The rows of the mesh of ranks: replicas, or hosts."""
+        return self.comm.rows or 1
 
     @property
     def shared(self) -> bool:
@@ -89,8 +94,8 @@ class Asked(NamedTuple):
 
     @property
     def alone(self) -> Asked:
-        """The same question of one replica."""
-        return self._replace(comm=replace(self.comm, replicas=None))
+        """The same question of one replica whose ranks send each other messages directly."""
+        return self._replace(comm=replace(self.comm, replicas=None, hosts=None))
 
     def resting(self, cut: Partition) -> states.At | None:
         """Return the tier of each state for each bucket; None where all rest on the device."""

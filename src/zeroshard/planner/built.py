@@ -24,6 +24,11 @@ def predict_states(zero: Zero) -> dict[str, int]:
     return holding(zero).states()
 
 
+def rows(zero: Zero) -> int:
+    """Return the rows of the mesh of ranks: replicas, or hosts."""
+    return zero.replicas * zero.hosts
+
+
 def holding(zero: Zero) -> Holding:
     """Return the `Holding` of this rank once the optimizer has stepped."""
     from ..engine.fragment import file_name

@@ -36,7 +36,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
             "no_sync": asked.no_sync,
             "layout": layout,
             "precision": asked.precision,
-            "comm": replace(asked.comm, optimizer="all" if asked.spread(stage) else "team"),
+            "comm": replace(asked.comm, optimizer="all" if asked.comm.optimizer == "all" and stage else "team"),
             "offload": asked.offload,
             "optimizer_in_backward": asked.recipe.in_backward,
         } | changes
@@ -83,7 +83,7 @@ def _fullest(run: Simulation) -> int:
         return 0
     recipe, placements, cut = _recipe(run), run.zero.placements, run.zero.partition
     owned = states.owned(cut, run.zero._engine.group.along.seat)
-    parts = states.updated(cut, run.zero.replicas) if placements.optimizer is Degree.ALL else None
+    parts = states.updated(cut, built.rows(run.zero)) if placements.optimizer is Degree.ALL else None
     fullest = states.fullest_rank(owned, placements, recipe, parts)
     same = owned[0] == owned[fullest % len(owned)] and (parts is None or parts[0] == parts[fullest])
     return 0 if same else fullest
@@ -155,7 +155,7 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
         peak_at = named[0]
     last = [event for event in run.events if event.verb == "step"][-1 - run.steps].end
     moves = (sum(e.logical for e in run.events if e.verb == verb and e.start > last) for verb in ("read", "write"))
-    formula = recipe.formula(placements, run.zero.replicas)
+    formula = recipe.formula(placements, built.rows(run.zero))
     return StagePlan(
         run.stage, run.rank, formula, at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
@@ -191,7 +191,8 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     reductions = len(relays) // max(len({each.bucket for each in relays}) * RECORDED, 1)
     return traffic.Traffic(
         round(reduced.logical / trained, 2) if trained else 0.0, passes, reduced, gathered, traffic.NOTHING,
-        traffic.relayed(on, back, run.zero.replicas, max(reductions, 1), by_part=by_part), shared, by_part,
+        traffic.relayed(on, back, built.rows(run.zero), max(reductions, 1), by_part=by_part), shared, by_part,
+        run.zero.placements.two_levels,
     )  # fmt: skip
 
 

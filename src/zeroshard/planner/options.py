@@ -13,6 +13,7 @@ OPTIONS = {  # the option, as Python spells it, and (policy, field)
     "checkpoint": ("Layout", "recompute"),
     "experts": ("Layout", "along"),
     "grad_dtype": ("Precision", "grad_dtype"),
+    "hosts": ("Comm", "hosts"),
     "instances": ("Comm", "replicas"),
     "optimizer_over": ("Comm", "optimizer"),
     "overlap": ("Comm", "overlap"),
@@ -32,7 +33,7 @@ OTHERS |= {"Offload.parameters": "offload", "Comm(optimizer=": "Comm(optimizer_o
 # Fields that a plan of shapes or of a number counts, or that change no byte; a job's plan counts all.
 OF_SHAPES = {
     "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "buffers"),
-    "Comm": ("prefetch", "overlap", "replicas", "transport", "optimizer", "timeout", "reduce"),
+    "Comm": ("prefetch", "overlap", "replicas", "hosts", "transport", "optimizer", "timeout", "reduce"),
 }
 
 

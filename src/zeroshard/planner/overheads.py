@@ -40,7 +40,8 @@ class Facts:
     slots: parameters in it. ranks: how many shard it in each of the replicas. replica: this rank's. sharded: do its
     parameters rest in shards? cast: have they another dtype than what the optimizer updates? in_place: is the sum of
     gradients where this rank's own are put together? narrow: is the sum in 16 bits? divided: as it lands?
-    native: does the backend add? by_part: has each replica a part only of the average?
+    native: does the backend add? by_part: has each replica a part only of the average? two_levels: has a gather
+    two?
     """
 
     slots: int
@@ -54,6 +55,7 @@ class Facts:
     divided: bool = False
     native: bool = False
     by_part: bool = False
+    two_levels: bool = False
 
     @property
     def last(self) -> bool:
@@ -61,8 +63,8 @@ class Facts:
 
 
 def gathered(of: Facts) -> Overhead:
-    """Count a gather's collective. A cast or copy before it is an event of its own, `copied`."""
-    return Overhead(int(of.ranks > 1))
+    """Count a gather's collectives. A cast or copy before them is an event of its own, `copied`."""
+    return Overhead((of.ranks > 1) + of.two_levels)
 
 
 def copied() -> Overhead:

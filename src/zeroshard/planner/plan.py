@@ -109,7 +109,7 @@ def plan(
     made, talk = layout or Layout(), comm or Comm()
     _check_recipe(preset, bytes, optimizer, job=job, params=params)
     most = from_number.RANKS_LIMIT if params is not None else from_shapes.RANKS_LIMIT
-    _check_numbers(ranks, most, accumulate, gpus_per_node, talk.replicas)
+    _check_numbers(ranks, most, accumulate, gpus_per_node, talk)
     _check_units(units, known=params is None)
     _check_stage(stage)
     _check_files(offload, disk, step_time, tokens)
@@ -117,7 +117,7 @@ def plan(
         stage, accumulate, no_sync=bool(no_sync), precision=precision, layout=made, comm=talk, offload=offload,
         optimizer_in_backward=bool(optimizer_in_backward),
     )  # fmt: skip
-    check_experts(made, ep, ranks, replicas=talk.replicas, gpus_per_node=gpus_per_node, params=params, machine=machine)
+    check_experts(made, ep, ranks, replicas=talk.rows, gpus_per_node=gpus_per_node, params=params, machine=machine)
     cluster = _cluster(machine, gpus_per_node, talk, once=together.once)
     _check_links(gpus_per_node, talk)
     if job is None:
@@ -174,7 +174,7 @@ def _limit(gpu: str | None, gpu_mem: str | None) -> int | None:
 
 def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **rest: Any) -> tuple[int, ...]:
     """List the stages at which a job is to run; refuse what no run can have. rest: as `_compatible` takes it."""
-    _check_numbers(ranks, sys.maxsize, accumulate, None, rest["comm"].replicas)  # the machine has its own limit
+    _check_numbers(ranks, sys.maxsize, accumulate, None, rest["comm"])  # the machine has its own limit
     _check_stage(stage)
     return _stages(stage, _compatible(stage, accumulate, **rest))
 
@@ -184,7 +184,7 @@ def _compatible(
     offload: Offload | None, optimizer_in_backward: bool,
 ) -> Settings:  # fmt: skip
     """Refuse what does not go with something else; return what was looked at. Arguments: as of `plan`."""
-    highest, copies = 3 if stage is None else stage, comm.replicas or 1
+    highest, copies = 3 if stage is None else stage, comm.rows or 1
     found = settings(
         highest, precision, layout, comm, offload, replicas=copies, in_backward=optimizer_in_backward,
         accumulate=accumulate, no_sync=no_sync,
@@ -197,7 +197,7 @@ def _stages(stage: int | None, together: Settings) -> tuple[int, ...]:
     """List the stages that are asked for: one, or all that go with the policies."""
     if stage is not None:
         return (stage,)
-    return tuple(each for each in STAGES if each or not (together.once or together.spread))
+    return tuple(each for each in STAGES if each or not (together.once or (together.spread and together.hosts == 1)))
 
 
 def _changed(policy: Any) -> dict[str, Any]:
@@ -210,7 +210,8 @@ def _cluster(name: str | None, gpus: int | None, comm: Comm, *, once: bool) -> M
     """Find the cluster that `machine` names, with nodes of `gpus` GPUs; refuse settings that it does not go with."""
     if name is None:
         return None
-    compared = {"Comm.replicas": comm.replicas, "Comm.optimizer": None if comm.optimizer == "team" else comm.optimizer}
+    compared: dict[str, Any] = {"Comm.hosts": comm.hosts, "Comm.replicas": comm.replicas}
+    compared |= {"Comm.optimizer": None if comm.optimizer == "team" else comm.optimizer}
     _refuse("machine compares them itself", "leave it out", **compared)
     shared = {"Comm.transport": "shared" if comm.transport == "shared" else None}
     shared |= {"Offload.parameters": "shared" if once else None}
@@ -313,15 +314,15 @@ def _refuse_what_jobs_alone_count(precision: Precision | None, layout: Layout, c
     _refuse("for jobs only", instead, **{name: numbers or None}, **told)
 
 
-def _check_numbers(ranks: object, most: int, accumulate: object, gpus_per_node: object, replicas: int | None) -> None:
+def _check_numbers(ranks: object, most: int, accumulate: object, gpus_per_node: object, comm: Comm) -> None:
     whole("ranks", ranks, most)
     whole("accumulate", accumulate, 1 << 30)
     if gpus_per_node is not None:
         whole("gpus_per_node", gpus_per_node, from_number.RANKS_LIMIT)
-    if replicas is not None:
+    if comm.rows is not None:
         assert type(ranks) is int
-        whole("replicas", replicas, ranks)
-        seat(0, ranks, replicas)  # says which numbers divide
+        whole("hosts" if comm.two_levels else "replicas", comm.rows, ranks)
+        seat(0, ranks, comm.rows, hosts=comm.two_levels)  # says which numbers divide
 
 
 def _check_units(units: object, *, known: bool) -> None:

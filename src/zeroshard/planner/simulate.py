@@ -305,7 +305,7 @@ def facts(zero: Zero) -> dict[int, Facts]:
             cast=dtypes.master != dtypes.param, narrow=dtypes.grad in LOW, native=native,
             in_place=not placed.gradients and buffer.grad_dtype == buffer.reduce_dtype and sits.summed == 1
             and (sits.size == 1 or buffer.team.arriving < sits.size),
-            by_part=placed.by_part,
+            by_part=placed.by_part, two_levels=placed.two_levels,
             divided=divides_exactly(buffer.grad_dtype, buffer.reduce_dtype, zero._engine.group.sources),
         )  # fmt: skip
     return found

@@ -296,7 +296,8 @@ def fullest_rank(
         mine, own = ranks[rank % len(ranks)], ranks[rank] if parts is None else parts[rank]
         beside = (kept * own.numel + each * own.fragments) * bool(placements.optimizer)
         summed = own if placements.gradients is Degree.ALL else mine
-        return stored * mine.shard + sums * summed.shard + master * own.shard + beside, rank
+        rests = own if placements.parameters is Degree.ALL else mine
+        return stored * rests.shard + sums * summed.shard + master * own.shard + beside, rank
 
     return max(range(len(parts or ranks)), key=held)
 
@@ -324,10 +325,11 @@ def recipe_traffic(
         if bucket.trainable:
             on += reductions * math.ceil(own * running(recipe))
             back += reductions * math.ceil(own * recipe.gradients)
-        if bucket.trainable and placements.by_part:
+        if placements.two_levels or (bucket.trainable and placements.by_part):
             first, last = bucket.held(seats.everyone, Degree.ALL)
             part, whole = (math.ceil(numel * recipe.parameters) for numel in (last - first, own))
-            share = Moved(*map(sum, zip(share, split(whole, part, replicas), strict=True)))
+            times = gathers if placements.two_levels else 1
+            share = Moved(*map(sum, zip(share, split(whole, part, replicas).times(times), strict=True)))
         both = (
             moved(bucket.numel, own, bucket.size, reduced)[0].times(reductions if bucket.trainable else 0),
             moved(bucket.numel, own, bucket.size, gathered)[1].times(
@@ -338,5 +340,6 @@ def recipe_traffic(
     found = Traffic(
         reductions, gathers, totals[0], totals[1], NOTHING,
         relayed(on, back, replicas, reductions, by_part=placements.by_part), share, placements.by_part,
+        placements.two_levels,
     )  # fmt: skip
     return shared(found) if shares else found

@@ -42,7 +42,8 @@ class Traffic:
 
     recompute: what recomputation gathers once more. relay: what K replicas hand on to each other, on average: the first
     sends no averages, the last no sums. share: what they send each other of a shard after the step, where each has
-    updated a part of it. straight: do averages go to the one replica each that keeps them?
+    updated a part of it; or before each gather, if it has `two_levels`. straight: do averages go to the one replica
+    each that keeps them?
     """
 
     reductions: float  # a job that does not use or train all of itself takes less than whole passes
@@ -53,6 +54,11 @@ class Traffic:
     relay: Moved = NOTHING
     share: Moved = NOTHING
     straight: bool = False
+    two_levels: bool = False
+
+    @property
+    def times_shared(self) -> float:
+        return self.gathers if self.two_levels else 1
 
     @property
     def passes(self) -> float:
@@ -158,15 +164,20 @@ def per_step(
     part = math.ceil(share(own, replicas) * recipe.parameters)
     on, back = (reductions * math.ceil(own * nbytes) for nbytes in (running(recipe), recipe.gradients))
     relay, split_up = relayed(on, back, replicas, reductions, by_part=by_part), split(part * replicas, part, replicas)
+    again = once(recompute, recipe.parameters)[1]
+    if placements.two_levels:
+        part = share(share(again.logical, group), replicas)
+        split_up = _added(split_up.times(gathers), split(part * replicas, part, replicas))
     return Traffic(
         reductions,
         gathers,
         once(numel, reduced)[0].times(reductions),
         once(numel, gathered)[1].times(gathers),
-        once(recompute, recipe.parameters)[1],
+        again,
         relay,
         split_up if by_part else NOTHING,
         by_part,
+        placements.two_levels,
     )
 
 
@@ -259,6 +270,7 @@ class Replicas(NamedTuple):
     reduce_between: Fraction
     gather_inside: Fraction
     share_between: Fraction = Fraction()
+    hosts: int = 1  # that are the rows, if all ranks shard one copy
 
     @property
     def total(self) -> Fraction:
@@ -284,23 +296,25 @@ class Replicas(NamedTuple):
         return 1 - cards_worth * self.reduce_between / self.total
 
     def json(self) -> dict[str, object]:
-        shared = ["share_between"] * bool(self.share_between)
+        shared = ["share_between"] * bool(self.share_between) + ["hosts"] * (self.hosts > 1)
         each = ("optimizer", "reduce_inside", "reduce_between", "gather_inside", *shared, "total")
         return {"replicas": self.replicas, **{key: plain(getattr(self, key)) for key in each}}
 
 
-def replicas(numel: int, ranks: int, count: int, recipe: Recipe, *, spread: bool = False) -> Replicas:
+def replicas(
+    numel: int, ranks: int, count: int, recipe: Recipe, *, spread: bool = False, hosts: bool = False
+) -> Replicas:
     """Count reductions inside, sums and averages between, gathers inside: P[(1-K/N) + 2(K-1)/N] + P(1-K/N).
 
     That is 2(N-1)/N P for every K from 1 to N: only the place of the bytes changes, and the memory. spread: the
-    optimizer is sharded over all ranks.
+    optimizer is sharded over all ranks. hosts: `count` hosts have one copy together.
     """
     seat(0, ranks, count)  # says which numbers divide
     inside = numel * (1 - Fraction(count, ranks))
     on = numel * Fraction(count - 1, ranks)
     between = on + on / (count if spread else 1)
     optimizer = sum(recipe.optimizer.values(), Fraction()) * Fraction(1 if spread else count, ranks)
-    return Replicas(count, ranks, optimizer, inside, between, inside, on * spread)
+    return Replicas(count, ranks, optimizer, inside, between, inside, on * spread, count if hosts else 1)
 
 
 class SlowLink(NamedTuple):

@@ -1,4 +1,5 @@
-"""Ways to share a model among the ranks of a cluster: one replica or several, the optimizer over each or over all.
+"""Ways to share a model among the ranks of a cluster: one replica or several, the optimizer over each or over all,
+or one copy whose messages between hosts go by two levels.
 
 Each way has its figures: bytes of a rank, bytes between nodes, and how long the messages of a step take, one after the
 other and none behind compute, by the same arithmetic as a simulated clock (`machines`), with what the engine asks of
@@ -14,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ranks.comm import Over, Reduce
-from ..stage import STAGES
 from .asked import Asked
 from .machines import Machine
 from .overheads import Facts, step
@@ -43,15 +43,24 @@ class Way(NamedTuple):
     fits: bool
     overhead: float = 0.0
     reduce: Reduce = "ordered"
+    hosts: int = 1  # that one copy is on, if its messages between them go by two levels
+
+    @property
+    def plain(self) -> bool:
+        """True for one replica whose ranks send each other messages directly."""
+        return self.replicas == self.hosts == 1
 
     def __str__(self) -> str:
         copies = "one replica" if self.replicas == 1 else f"{self.replicas} replicas"
+        if self.hosts > 1:
+            return f"stage {self.stage}, {copies} by two levels over {self.hosts} hosts"
         return f"stage {self.stage}, {copies}" + ", the optimizer over all" * (self.over == "all")
 
     @property
     def settings(self) -> str:
         """Arguments of `shard` that choose this way."""
-        told = [f"replicas={self.replicas}"] * (self.replicas > 1) + ['optimizer="all"'] * (self.over == "all")
+        told = [f"replicas={self.replicas}"] * (self.replicas > 1) + [f"hosts={self.hosts}"] * (self.hosts > 1)
+        told += ['optimizer="all"'] * (self.replicas > 1 and self.over == "all")
         told += [f'reduce="{self.reduce}"'] * (self.reduce != "ordered")
         return f"stage={self.stage}" + (f", comm=Comm({', '.join(told)})" if told else "")
 
@@ -78,7 +87,7 @@ class Ways(NamedTuple):
     @property
     def shown(self) -> list[Way]:
         """Ways that no other beats in memory and time together, and one replica at every stage."""
-        return [way for way in self.ways if way.replicas == 1 or not any(each.better(way) for each in self.ways)]
+        return [way for way in self.ways if way.plain or not any(each.better(way) for each in self.ways)]
 
     @property
     def because(self) -> list[str]:
@@ -91,7 +100,7 @@ class Ways(NamedTuple):
         said = [f"{fitting} of {len(self.ways)} ways fit; of these it takes least time: {self._figures(best)}"]
         if self.nodes == 1:
             said.append("all ranks are on one node, so no byte of any way crosses a slower link")
-        one = next((way for way in self.ways if way.replicas == 1 and way.stage == best.stage), None)
+        one = next((way for way in self.ways if way.plain and way.stage == best.stage), None)
         if one is not None and one != best:
             times = f", {one.seconds / best.seconds:.2f} times as long" if best.seconds else ""
             said.append(f"beside it {one}: {self._figures(one)}{times}" + ", which does not fit" * (not one.fits))
@@ -132,11 +141,28 @@ class Ways(NamedTuple):
         }
 
 
-def meshes(ranks: int, gpus: int) -> list[tuple[int, Over]]:
-    """List (replicas, over which ranks the optimizer is sharded). Several replicas are each made of whole nodes."""
+class Mesh(NamedTuple):
+    """A way to put ranks together."""
+
+    replicas: int = 1
+    over: Over = "team"
+    hosts: int = 1
+
+    def stages(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        """Return those at which it is no other mesh: hosts at stages 1 and 2 are replicas, the optimizer over all."""
+        least = 3 if self.hosts > 1 else 1 if self.over == "all" else 0
+        return tuple(stage for stage in asked if stage >= least)
+
+
+def meshes(ranks: int, gpus: int, *, spread: bool) -> list[Mesh]:
+    """List how ranks can be put together. Several replicas are each made of whole nodes.
+
+    spread: may states be sharded over the ranks of several rows?
+    """
     several = [count for count in range(2, ranks // gpus + 1) if ranks % (count * gpus) == 0]
-    overs: tuple[Over, ...] = ("team", "all")
-    return [(1, "team"), *((count, over) for count in several for over in overs)]
+    overs: tuple[Over, ...] = ("team", "all") if spread else ("team",)
+    hosts = [Mesh(over="all", hosts=ranks // gpus)] if spread and ranks // gpus in several else []
+    return [Mesh(), *(Mesh(count, over) for count in several for over in overs), *hosts]
 
 
 def meetings(*, sharded: bool, backwards: int, clips: bool = False) -> int:
@@ -153,7 +179,7 @@ def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, a
         -(-plan.slots // plan.buckets), ranks // replicas, replicas, 0, bool(placed.parameters),
         cast="master" in recipe.optimizer, in_place=not placed.gradients and recipe.gradients == recipe.reduced,
         narrow=not wide, divided=wide and recipe.reduced == 2 and ranks & (ranks - 1) == 0, native=reduce == "native",
-        by_part=placed.by_part,
+        by_part=placed.by_part, two_levels=placed.two_levels,
     )  # fmt: skip
     forwards = backwards * (2 if moved.recompute.logical else 1)
     one = step(facts, gathers=round(moved.gathers), reductions=round(moved.reductions), forwards=forwards)
@@ -182,7 +208,7 @@ def seconds(
         busy = machine.relay_seconds(on, back / count, replicas, group)[1]
         found += whole + (count - 1) * busy
         apart = replace(machine, gpus=max(machine.gpus // group, 1))  # a replica lies between two of these ranks
-        found += _each(moved.share.logical, buckets, replicas, apart.ring_seconds)
+        found += _each(moved.share.logical, buckets * moved.times_shared, replicas, apart.ring_seconds)
     return found
 
 
@@ -197,21 +223,22 @@ def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *,
     """
     limit = asked.gpu_mem or machine.memory
     found: dict[Reduce, list[Way]] = {"ordered": [], "native": []}
-    for replicas, over in meshes(asked.ranks, machine.gpus):
-        stages = tuple(stage for stage in asked.stages if over == "team" or (spread and STAGES[stage].optimizer))
+    for mesh in meshes(asked.ranks, machine.gpus, spread=spread):
+        stages, rows = mesh.stages(asked.stages), mesh.replicas * mesh.hosts
         if not stages:
             continue
-        comm = replace(asked.comm, replicas=replicas, optimizer=over)
+        over = "team" if mesh.hosts > 1 else mesh.over
+        comm = replace(asked.comm, replicas=mesh.replicas, hosts=mesh.hosts, optimizer=over)
         other = asked._replace(comm=comm, stages=stages, gpu_mem=None, gpus_per_node=machine.gpus)
         for plan in plan_of(other).stages:
             fits = plan.most <= limit and (asked.host_mem is None or plan.host <= asked.host_mem)
             for reduce in found:
                 moved = plan.traffic if reduce == "ordered" else _added_by_the_backend(plan.traffic, asked)
-                sent = links(moved, asked.ranks, machine.gpus, replicas, native=reduce == "native")
-                beside = overhead(plan, machine, replicas, reduce, asked)
-                took = seconds(moved, machine, asked.ranks, replicas, plan.buckets, reduce) + beside
+                sent = links(moved, asked.ranks, machine.gpus, rows, native=reduce == "native")
+                beside = overhead(plan, machine, rows, reduce, asked)
+                took = seconds(moved, machine, asked.ranks, rows, plan.buckets, reduce) + beside
                 figures = plan.most, sent.inside, sent.between, took, fits, beside
-                found[reduce].append(Way(plan.stage, replicas, over, *figures, reduce))
+                found[reduce].append(Way(plan.stage, mesh.replicas, mesh.over, *figures, reduce, mesh.hosts))
     for ways in found.values():
         ways.sort(key=lambda way: (way.seconds, way.nbytes, way.stage))
     return Ways(machine, -(-asked.ranks // machine.gpus), limit, tuple(found["ordered"]), tuple(found["native"]))

@@ -22,6 +22,9 @@ _FIELDS = {
     "replicas": count(
         1, "counts copies of the model", "Comm(replicas=2)", "1, 2, ..., a divisor of the number of ranks"
     ).or_none(),
+    "hosts": count(
+        1, "counts the hosts that ranks are on", "Comm(hosts=2)", "1, 2, ..., a divisor of the number of ranks"
+    ).or_none(),
     "overlap": FLAG,
     "release_after_forward": FLAG,
     "prefetch": count(0, "counts units", "Comm(prefetch=1)"),
@@ -60,6 +63,10 @@ class Comm:
         replica by itself, or "all", so that each rank updates a part that no other does, and the ranks of one position
         in all replicas send each other what they have updated. From stage 2 on gradients are sharded so too. The same
         bits, and no copies of gradients and optimizer state.
+    hosts: on how many hosts the ranks are, as many on each, which follow one another (None: not said, and ranks send
+        each other messages directly). All ranks shard one copy of the model. Between hosts a gather brings together
+        the parts of a shard, and inside a host the shards; a sum goes through the hosts as it does through replicas.
+        The same bits, and of what one copy sends between hosts about one part in as many as a host has ranks.
     """
 
     group: Any = None
@@ -71,9 +78,16 @@ class Comm:
     replicas: int | None = None
     transport: Transport = "auto"
     optimizer: Over = "team"
+    hosts: int | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _FIELDS)
+        if self.two_levels and self.replicas not in (None, 1):
+            raise UserError(
+                "ranks on several hosts shard one copy of the model, or each host has one of its own",
+                got=f"hosts={self.hosts}, replicas={self.replicas}",
+                instead=f"Comm(hosts={self.hosts}), or Comm(replicas={self.replicas})",
+            )
         if self.transport == "shared" and self.reduce == "int8":
             raise UserError(
                 "Comm.reduce makes messages smaller, and with shared memory none are sent",
@@ -89,6 +103,16 @@ class Comm:
         if self.prefetch and not self.overlap:
             # Without overlap a prefetch would only hold memory longer; the pair is not a contradiction worth an error.
             object.__setattr__(self, "prefetch", 0)
+
+    @property
+    def rows(self) -> int | None:
+        """The rows of the mesh of ranks: as many as replicas, or hosts. None: as a `DeviceMesh` says."""
+        return self.hosts if self.two_levels or self.replicas is None else self.replicas
+
+    @property
+    def two_levels(self) -> bool:
+        """True if several rows have one copy of the model together: they are hosts."""
+        return (self.hosts or 1) > 1
 
     @property
     def wanted(self) -> Transport:

@@ -301,7 +301,7 @@ def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str)
         copies = everyone[sits.position :: sits.size]
         found += [Wanted("pair", backend, [copies[at] for at in pair]) for pair in _pairs(sits)]
         found += [Wanted("copies", backend, copies)] * (not sits.mirrored) + [Wanted("broadcast", backend, everyone)]
-        found += [Wanted("starts", backend, copies)] * sits.by_part
+        found += [Wanted("starts", backend, copies)] * sits.by_part + [Wanted("first", backend, copies)] * sits.hosts
     if along:
         others = [*along.members(rank)]
         found += [Wanted("gather along", backend, others), Wanted("reduce along", backend, others)]
@@ -393,7 +393,7 @@ class Groups:
         self.seen = ""  # what the other ranks said then
         about, abort = weakref.WeakMethod(self._about), weakref.WeakMethod(self.abort)
         summon = weakref.WeakMethod(self._summon)
-        alike = f"has replicas={sits.summed}" + " that each keep a part" * sits.by_part
+        alike = f"has replicas={sits.summed}" + " that each keep a part" * sits.by_part + ", as hosts" * sits.hosts
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
         needed = sum(each.sockets for each in wanted) + sits.size * (transport != "gloo")
@@ -465,6 +465,7 @@ class Groups:
         self.along = (*(found["gather along"] or [self.gathers]), *(found["reduce along"] or [self.reductions]))
         (self.copies,), (self.broadcasts,) = found["copies"] or [self.gathers], found["broadcast"] or [self.gathers]
         self.starts = (found["starts"] or [self.gathers])[0]
+        self.firsts = (found["first"] or [self.gathers])[0]
         # By the first of the two replicas.
         self.pairs = {each.members[0] // sits.size: each for each in found["pair"] if len(each.members) == 2}
         sums = ("reduce", "reduce along", "pair", "copies", "starts")

@@ -68,6 +68,8 @@ class Link:
             )
         if self.interrupted or (stream.queued and self.groups.ends):
             self.heed()
+        if stream.levels is not None:
+            stream.levels.settle()
         try:
             return stream.launch(what, call, *args)
         except (RuntimeError, ValueError) as error:
@@ -263,7 +265,8 @@ class Link:
         """Join a collective that others have launched, with memory in which only this rank's parameters are right."""
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
-        of_data = (self.groups.gathers, self.groups.broadcasts, self.groups.along[0], *self._relaying())
+        groups = self.groups
+        of_data = (groups.gathers, groups.firsts, groups.broadcasts, groups.along[0], *self._relaying())
         if isinstance(stream, SharedStream):
             return self._lend(stream, what, group)
         control = group is None or stream not in of_data

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from ..events import Ledger
-from ..stage import seat, seat_along
+from ..stage import Seat, seat, seat_along
 from .agreement import Group, Progress
 from .comm import Comm, Simulated, Transport
 from .groups import groups_of, start
@@ -33,11 +34,11 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     if tensor is not None:
         return _beside(parent, tensor, settings, ledger, device)
     if isinstance(parent, Simulated):
-        sits, shares = seat(parent.rank, parent.ranks, settings.replicas or 1), settings.wanted == "shared"
+        sits, shares = _seat(parent.rank, parent.ranks, settings), settings.wanted == "shared"
         place = seat_along(parent.rank, _axes(parent, settings), axis) if axis else None
         other = None if place is None else Team(ledger, device, place, shares=shares)
         return Group(Team(ledger, device, sits, shares=shares), parent.rank, parent.ranks, other)
-    replicas, axes = settings.replicas or 1, _axes(parent, settings) if axis else {}
+    axes = _axes(parent, settings) if axis else {}
     if hasattr(parent, "get_group") and hasattr(parent, "ndim"):
         if parent.get_coordinate() is None:
             raise UserError(
@@ -46,13 +47,13 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
                 got=f"{parent.mesh.tolist()}",
                 instead="call shard(...) on ranks of the mesh only",
             )
-        replicas = 1 if axis else _replicas_of(parent, settings)
+        settings = settings if axis else replace(settings, replicas=_replicas_of(parent, settings))
         _check_ascending(parent)
         parent = parent.get_group() if parent.ndim == 1 else _everyone_of(parent)
     if parent is None:
         if not (dist.is_available() and dist.is_initialized()):
             if ranks_to_join(os.environ) == 1:
-                return Group(Team(ledger, device, seat(0, 1, replicas)))
+                return Group(Team(ledger, device, _seat(0, 1, settings)))
             start(settings, device)
         parent = dist.group.WORLD
     if parent != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(parent, dist.ProcessGroup):
@@ -68,8 +69,7 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
             where=f"rank {dist.get_rank()}",
             instead="call shard(...) on members of the group only",
         )
-    sits = seat(dist.get_rank(parent), dist.get_world_size(parent), replicas)
-    sits = sits._replace(by_part=settings.optimizer == "all")
+    sits = _seat(dist.get_rank(parent), dist.get_world_size(parent), settings)
     along = seat_along(dist.get_rank(parent), axes, axis) if axis else None
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
@@ -81,6 +81,10 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     if along is not None:
         other = ProcessTeam(ledger, device, link, along, groups.along, groups.shared[-2:])
     return ProcessGroup(team, link, other)
+
+
+def _seat(rank: int, ranks: int, settings: Comm) -> Seat:
+    return seat(rank, ranks, settings.rows or 1, hosts=settings.two_levels, by_part=settings.optimizer == "all")
 
 
 def program() -> Any:
@@ -130,10 +134,10 @@ def _axes(mesh: Any, settings: Comm) -> dict[str, int]:
             got=repr(mesh),
             instead='Comm(group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))',
         )
-    if settings.replicas not in (None, 1):
+    if settings.rows not in (None, 1):
         raise UserError(
-            "Layout.along beside several replicas is not supported",
-            got=f"replicas={settings.replicas}",
+            "Layout.along beside several replicas, or hosts, is not supported",
+            got=f"replicas={settings.replicas}, hosts={settings.hosts}",
             instead="Layout(along=...) alone: all ranks shard the other parameters then",
         )
     return dict(mesh.axes) if named else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
@@ -150,6 +154,12 @@ def _replicas_of(mesh: Any, settings: Comm) -> int:
             instead='Comm(group=mesh["replicate", "shard"])',
         )
     replicas = int(mesh.size(0)) if mesh.ndim == 2 else 1
+    if settings.two_levels and replicas > 1:
+        raise UserError(
+            "the first axis of a DeviceMesh replicates, and ranks on several hosts shard one copy of the model",
+            got=f"hosts={settings.hosts} and a mesh {tuple(mesh.shape)}",
+            instead=f"Comm(hosts={settings.hosts}) and a mesh of one axis, or none; or Comm(group=mesh)",
+        )
     if settings.replicas not in (None, replicas):
         raise UserError(
             "Comm.replicas contradicts the DeviceMesh",

@@ -37,6 +37,7 @@ class ProcessTeam(Team):
         self._link = link
         self.queued = link.groups.queued
         self._gathers, self._reductions = streams
+        self.gathering = [streams[0], *shared[:1]]
         everyone = dist.get_process_group_ranks(link.groups.parent)
         self._global = [everyone[rank] for rank in sits.members(link.rank)]  # the team's
         self._copies = everyone[self.position :: self.size]  # those at this position of each replica that is summed
@@ -139,8 +140,9 @@ class ProcessTeam(Team):
         options.asyncOp = True
         return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, came, sent, options
 
-    def _share(self, raw: Tensor, cuts: Sequence[int]) -> list[Any]:
-        stream, what = self._link.groups.copies, (-1, "", raw.numel())
+    def _share(self, raw: Tensor, cuts: Sequence[int], gathers: bool) -> list[Any]:
+        groups, what = self._link.groups, (-1, "", raw.numel())
+        stream = groups.firsts if gathers else groups.copies
         return [
             self._link.broadcast(stream, raw[low:high], source, what, low)
             for source, (low, high) in zip(self._copies, pairwise(cuts), strict=True)

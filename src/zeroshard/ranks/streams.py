@@ -69,6 +69,7 @@ class Stream:
         self.queued = queued
         self.members = members
         self.behind = behind
+        self.levels: Any = None  # launches what has to come before anything else: see `levels.py`
         self._flights: deque[InFlight] = deque()
         self._landed: deque[tuple[int, Launch]] = deque(maxlen=KEPT)
 
@@ -107,6 +108,8 @@ class Stream:
 
     def discard(self) -> None:
         """End a levelling: what has come will not be used."""
+        if self.levels is not None:
+            self.levels.drop()
 
     @property
     def last(self) -> list[Launch]:

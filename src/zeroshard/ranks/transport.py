@@ -123,6 +123,8 @@ class Team:
         self.size = seat.size
         self.once: set[int] = set()  # buckets of which all ranks have one copy together
         self.queued = False  # does a device's queue wait for collectives, and not a thread?
+        # Gathers a bucket of whose shards each rank has a part, as `gather(team, ...)` would others: see `levels.py`.
+        self.by_levels: Callable[[Any, Tensor, Bucket, str], Work]
 
     def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory for a bucket's parameters that all ranks read; a rank's writes are private until a gather."""
@@ -204,18 +206,21 @@ class Team:
         handles = self._broadcast(tensor, position) if nbytes else []
         Work(handles, event, lambda handle: self.wait("a broadcast", None, handle)).wait()
 
-    def share(self, shard: Tensor, bucket: Bucket, state: str) -> Work:
-        """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it."""
+    def share(self, shard: Tensor, bucket: Bucket, state: str, *, gathers: bool = False) -> Work:
+        """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it.
+
+        gathers: it is a gather's first level, which may be under way beside sums.
+        """
         seat, first = self.seat, bucket.shard(self.position)[0]
         cuts = [0, *((last - first) * shard.itemsize for _, last in bucket.portions(seat))]
         nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
         event = count(
             self.ledger, seat.replicas, "share", nbytes, own * (seat.replicas - 1), nbytes - own, state, bucket.index
         )
-        handles = self._share(shard.view(torch.uint8), cuts)
+        handles = self._share(shard.view(torch.uint8), cuts, gathers)
         return Work(handles, event, lambda handle: self.wait("share", bucket.index, handle))
 
-    def _share(self, raw: Tensor, cuts: Sequence[int]) -> list[Any]:
+    def _share(self, raw: Tensor, cuts: Sequence[int], gathers: bool) -> list[Any]:
         return []
 
     def hand_on(self, running: Tensor, source: int) -> list[Any]:

@@ -46,6 +46,9 @@ class Grid:
     replicas: Annotated[
         str, option(GRID, "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.")
     ] = "1"
+    hosts: Annotated[
+        str, option(GRID, "And one copy of the model on that many hosts, where they divide the ranks: 1,2,4.")
+    ] = "1"
     optimizer_in_backward: InBackward = False
     optimizer_over: Annotated[
         str, option(GRID, "Which ranks share its states: each replica's (team), all replicas' (all), or team,all.")
@@ -152,6 +155,7 @@ def verify(
         buckets=bucket_sizes(options.pop("bucket_mib")),
         tiers=words(options.pop("offload")),
         replicas=whole_numbers("--replicas", options.pop("replicas")),
+        hosts=whole_numbers("--hosts", options.pop("hosts")),
         optimizer_over=words(options.pop("optimizer_over")),
         **options,
     )

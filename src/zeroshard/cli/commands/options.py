@@ -96,6 +96,10 @@ Sums = Annotated[
     option(RUN, "Gradients as they are, or sent as int8 codes: a quarter of the bytes, and bits of its own."),
 ]
 Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
+Hosts = Annotated[
+    int,
+    option(RUN, "Hosts that the ranks are on: one copy of the model, sent between them by two levels. The same bits."),
+]
 Spread = Annotated[
     OptimizerOver,
     option(RUN, "Which ranks share its states and masters: each replica's, or all replicas'. The same bits."),

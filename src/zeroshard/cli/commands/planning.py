@@ -15,6 +15,7 @@ from zeroshard.cli.commands.options import (
     WHAT,
     AsJson,
     GradDtypeOfJob,
+    Hosts,
     InBackward,
     Job,
     Over,
@@ -94,6 +95,9 @@ class Sharding:
     ] = None
     replicas: Annotated[
         int | None, unset(RUN, "Copies of what is sharded, each over 1/K of the ranks.", None, "--replicas")
+    ] = None
+    hosts: Annotated[
+        int | None, unset(RUN, "Hosts that one copy of the model is on: messages between them go by two levels.")
     ] = None
     optimizer_over: Spread = "team"
     machine: Annotated[
@@ -181,6 +185,7 @@ class Simulated:
     bucket_mib: Annotated[float | None, unset(RUN, "The most that one message moves; else all of a unit.")] = None
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     replicas: Replicas = 1
+    hosts: Hosts = 1
     optimizer_over: Spread = "team"
     transport: Over = "auto"
     experts: Annotated[

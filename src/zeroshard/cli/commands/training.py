@@ -12,6 +12,7 @@ from zeroshard.cli.commands.options import (
     MODEL,
     RUN,
     Bits,
+    Hosts,
     LocalRanks,
     OffloadPath,
     Out,
@@ -59,6 +60,7 @@ class Training:
         ),
     ] = ""
     replicas: Replicas = 1
+    hosts: Hosts = 1
     optimizer_over: Spread = "team"
     transport: Over = "auto"
     reduce: Sums = "ordered"

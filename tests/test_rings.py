@@ -35,6 +35,7 @@ ASKS = {
     "engine.split": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)",
     "engine.coded": 'comm=zeroshard.Comm(reduce="int8")',
     "engine.relay": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
+    "ranks.levels": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "tiers.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
     "tiers.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
     "engine.apart": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',

@@ -85,10 +85,13 @@ def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
         notes = [note for each in summaries for note in each["notes"]]
         if len(shown) < zero.world_size:
             notes.append(f"of {zero.world_size} ranks {len(shown)} are shown in full")
+        if zero.hosts > 1:
+            notes.append("of each shard a host has a part, and shards are drawn whole; bytes are those of the parts")
         recording = together([one for one in steps if one is not None], units, clock=clock, notes=notes)
     return {
         "title": f"{type(zero.model).__name__}, stage {zero.stage}, {zero.world_size} "
-        f"rank{'s' * (zero.world_size != 1)}" + f" in {zero.replicas} replicas" * (zero.replicas > 1),
+        f"rank{'s' * (zero.world_size != 1)}" + f" in {zero.replicas} replicas" * (zero.replicas > 1)
+        + f" on {zero.hosts} hosts" * (zero.hosts > 1),
         "stage": zero.stage,
         "ranks": zero.world_size,
         "placements": zero.placements.sharded(),

@@ -423,7 +423,7 @@ def refused(which):
 
 REFUSED = {
     "no mesh": 'Comm(group=mesh["dp"])',
-    "replicas": "replicas, are not supported beside tensor parallelism",
+    "replicas": "replicas, and hosts, are not supported beside tensor parallelism",
     "ignored": "a parameter that is sharded",
     "uneven": "a size that 2 ranks divide",
     "whole": "may not update each element by itself",

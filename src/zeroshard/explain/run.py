@@ -90,7 +90,8 @@ def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
         recording = together([one for one in steps if one is not None], units, clock=clock, notes=notes)
     return {
         "title": f"{type(zero.model).__name__}, stage {zero.stage}, {zero.world_size} "
-        f"rank{'s' * (zero.world_size != 1)}" + f" in {zero.replicas} replicas" * (zero.replicas > 1)
+        f"rank{'s' * (zero.world_size != 1)}"
+        + f" in {zero.replicas} replicas" * (zero.replicas > 1)
         + f" on {zero.hosts} hosts" * (zero.hosts > 1),
         "stage": zero.stage,
         "ranks": zero.world_size,

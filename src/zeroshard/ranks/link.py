@@ -90,6 +90,9 @@ class Link:
         """Wait for a collective. queued: it runs in a device's queue, which alone waits for buckets and for what may go
         `ahead`; this thread waits for all else."""
         refuse_forked(self.process, self.rank)
+        levels = self.groups.gathers.levels
+        if levels is not None and not self.behind and verb not in ("gather", "share"):
+            levels.settle()  # of gathers that another rank may be waiting for, which does not come here before
         self.groups.speaker = self._weak
         self.progress.awaited = verb, bucket
         within = self.groups.call

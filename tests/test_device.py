@@ -248,6 +248,7 @@ def link():
         Link.__new__(Link),
         SimpleNamespace(call=None, levelling=[], queued=True, loss=None, levellings=0, ends=False),
     )
+    groups.gathers = SimpleNamespace(levels=None)
     groups.watch, groups.limit = SimpleNamespace(alarm={}, called=0, ask=dict, tell=lambda culprits: None), 60.0
     groups.aborted = []
     groups.abort = lambda: groups.aborted.append(found.lost)

@@ -87,9 +87,11 @@ def merge(resume: str, options: Mapping[str, Any], given: frozenset[str], ranks:
         settled["offload_path"] = ""
     settled["ranks"] = before["ranks"] if ranks is None else ranks
     if "replicas" not in given:
-        settled["replicas"] = 1 if settled["ranks"] % before.get("replicas", 1) else before.get("replicas", 1)
+        kept = 1 if options.get("hosts", 1) > 1 else before.get("replicas", 1)
+        settled["replicas"] = 1 if settled["ranks"] % kept else kept
     if "hosts" not in given:
-        settled["hosts"] = 1 if settled["ranks"] % before.get("hosts", 1) else before.get("hosts", 1)
+        kept = 1 if settled["replicas"] > 1 else before.get("hosts", 1)
+        settled["hosts"] = 1 if settled["ranks"] % kept else kept
     if "optimizer_over" not in given:
         settled["optimizer_over"] = before.get("optimizer_over", "team") if settled["stage"] else "team"
     if "accumulate" not in given:

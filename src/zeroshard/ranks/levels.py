@@ -70,6 +70,7 @@ class Later(Work):
     def wait(self) -> None:
         if self._levels is not None:
             self._levels.settle(self)
+            assert not self.waits, "a gather is waited for inside the launch of another one"
         elif self._second is not None:
             self._first.wait()
         if self._second is not None:

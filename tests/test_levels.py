@@ -10,6 +10,7 @@ import torch
 import test_bits
 import zeroshard
 from test_mesh import job_model, train, weights
+from test_spread import edited
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import UserError
 from zeroshard.planner import predict_states
@@ -132,19 +133,11 @@ def test_second_levels_wait_for_the_program_and_not_it_for_them(ranks):
 
 
 def edits(stage):
-    """Of weights inside gathered(), also of those of one rank for all, and of an optimizer's own part outside a step."""
+    """And before them one of one rank for all."""
     model, optimizer, zero = over(2, stage)
-    train(model, optimizer, zero, 1)
-    with zero.gathered(), torch.no_grad():
-        model[0].weight.mul_(2)
     with zero.gathered("2.*", write_from=3), torch.no_grad():
         model[2].weight.add_(zero.rank)
-    with torch.no_grad():
-        for fragment in optimizer.param_groups[0]["params"]:
-            fragment.add_(1)
-    train(model, optimizer, zero, 1, first=1)
-    zero.check_replicas()
-    return weights(model, zero)
+    return edited(model, optimizer, zero)
 
 
 def test_edits_count_on_all_ranks(ranks):

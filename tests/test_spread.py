@@ -226,8 +226,11 @@ def test_a_nan_that_is_edited_away_is_forgiven(ranks):
 
 
 def edits(stage):
-    """Of weights inside gathered(), and of an optimizer's own part outside of a step."""
-    model, optimizer, zero = spread(stage, 2)
+    return edited(*spread(stage, 2))
+
+
+def edited(model, optimizer, zero):
+    """Weights after edits inside gathered(), and of an optimizer's own part outside of a step."""
     train(model, optimizer, zero, 1)
     with zero.gathered(), torch.no_grad():
         model[0].weight.mul_(2)

@@ -44,14 +44,13 @@ class Settings(NamedTuple):
 
     @property
     def spread(self) -> bool:
-        """Tell whether the optimizer's states are cut between several replicas, or hosts."""
-        return self.replicas > 1 and (self.hosts > 1 or self.over == "all")
+        """Tell whether `Comm(optimizer="all")` cuts the optimizer's states between several replicas."""
+        return self.over == "all" and self.replicas > 1
 
     @property
     def placed(self) -> dict[str, bool]:
         """The settings that change a stage's placements: see `stage.placements`."""
-        spread, hosts = self.spread and self.hosts == 1, self.hosts > 1
-        return {"spread": spread, "hosts": hosts, "once": self.once, "in_backward": self.in_backward}
+        return {"spread": self.spread, "hosts": self.hosts > 1, "once": self.once, "in_backward": self.in_backward}
 
     @property
     def told(self) -> dict[str, Any]:
@@ -111,7 +110,7 @@ IN_BACKWARD = "with the optimizer in backward gradients are used as they come, a
 REFUSALS = (
     Refusal(
         ("stage=0", 'Comm(optimizer="all")'),
-        lambda s: s.over == "all" and s.replicas > 1 and s.stage == 0,
+        lambda s: s.spread and s.stage == 0,
         "every rank holds the whole optimizer state at stage 0, so it cannot be spread over all of them",
         "stage=1, 2 or 3",
     ),
@@ -124,7 +123,7 @@ REFUSALS = (
     ),
     Refusal(
         ('Comm(optimizer="all")', 'Offload(parameters="shared")'),
-        lambda s: s.once and s.spread and s.hosts == 1,
+        lambda s: s.once and s.spread,
         "one copy of the parameters for all ranks of a host needs one owner on it for each element",
         'Comm(optimizer="team"), or Offload()',
         "optimizer states that are sharded among the ranks of a replica",
@@ -156,7 +155,7 @@ REFUSALS = (
     ),
     Refusal(
         ('Comm(optimizer="all")', "Precision(split_master=True)"),
-        lambda s: s.over == "all" and s.replicas > 1 and s.split_master,
+        lambda s: s.spread and s.split_master,
         "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
         'Comm(optimizer="team"), or whole masters',
     ),

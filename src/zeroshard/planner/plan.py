@@ -197,7 +197,7 @@ def _stages(stage: int | None, together: Settings) -> tuple[int, ...]:
     """List the stages that are asked for: one, or all that go with the policies."""
     if stage is not None:
         return (stage,)
-    return tuple(each for each in STAGES if each or not (together.once or (together.spread and together.hosts == 1)))
+    return tuple(each for each in STAGES if each or not (together.once or together.spread))
 
 
 def _changed(policy: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -35,6 +36,7 @@ INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 READER_LEFT = 141  # 128 + SIGPIPE, likewise
 RANK_NBYTES = 100 << 20  # of memory that no other process shares: an interpreter with torch takes 140 MiB
 LAUNCHER = "ZEROSHARD_LAUNCHER_PID"
+LINGER = 0.5  # seconds that a rank told to end stays: its peers are told in this time, and do not report that it has gone
 _told = threading.Event()  # this rank was told to end, and another thread is about to end it
 # The exception that ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal,
 # and if its own keep-alive thread drops the last reference, it tries to join itself and Python prints a traceback.
@@ -170,6 +172,8 @@ def end_at_once_when_told(launched: bool) -> None:
                 os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
             if not launched:
                 os.write(sys.stderr.fileno(), b"zeroshard: interrupted\n")
+        if launched:
+            time.sleep(LINGER)
         try:
             if "zeroshard.checkpoint.staging" in sys.modules:  # else there is no checkpoint half written
                 sys.modules["zeroshard.checkpoint.staging"].abandon()
@@ -184,6 +188,12 @@ def leave_to_handlers(numbers: Sequence[int]) -> None:
     _noted.update(numbers)
 
 
+def say_nothing_when_told() -> None:
+    """Wait for the end of this rank where it is being ended: what fails then, a save or a message, is no news."""
+    if _told.is_set():
+        threading.Event().wait()
+
+
 def alone(work: Callable[..., None], *args: Any) -> None:
     """Do one rank's work; if it fails, say so and end at once, for other ranks may be waiting for this one."""
     try:
@@ -191,8 +201,7 @@ def alone(work: Callable[..., None], *args: Any) -> None:
     except InputError:
         raise
     except Exception as error:
-        if _told.is_set():  # this rank is being ended, and a save that fails then is no news
-            threading.Event().wait()
+        say_nothing_when_told()
         if isinstance(error, Error):
             print(f"zeroshard: rank {os.environ.get('RANK', '0')}: {one_line(error)}", file=sys.stderr, flush=True)
         else:

@@ -84,6 +84,7 @@ def main() -> None:
     except typer.TyperException as error:  # an option that does not exist, a value of the wrong type
         code = _say(error.format_message(), launch.BAD_INPUT)
     except Error as error:
+        launch.say_nothing_when_told()
         who = f"rank {place.rank}: " if place else ""
         code = _left(error) or _say(
             f"{who}{error}", launch.BAD_INPUT if isinstance(error, UserError) else launch.FAILED

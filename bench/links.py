@@ -53,12 +53,13 @@ BACKENDS: dict[str, Callable[..., Trainer]] = {
     # Below stage 3 what a step gathers is under way until the next forward: in turns it would be another back-end's.
     "zeroshard 3, 1 replica": functools.partial(ours.build, stage=3),
     "zeroshard 3, 2 replicas": functools.partial(ours.build, stage=3, replicas=2),
+    "zeroshard 3, 2 hosts": functools.partial(ours.build, stage=3, hosts=2),
     "zeroshard 3, 2 replicas, all": functools.partial(ours.build, stage=3, replicas=2, over="all"),
     "FSDP2": functools.partial(fsdp2.build, reshard=True),
     "FSDP2, hybrid 2 x 2": functools.partial(fsdp2.build, reshard=True, replicas=2),
 }
 HYBRID = [*BACKENDS][-1]
-COLOURS = ("#0969da", "#54aeff", "#0a3069", "#6e7781", "#afb8c1")
+COLOURS = ("#0969da", "#54aeff", "#8250df", "#0a3069", "#6e7781", "#afb8c1")
 
 
 def crossed(own: str) -> int:

@@ -1,5 +1,5 @@
-"""zeroshard, with its defaults; with gradients that rest in bfloat16, as all the peers keep them; with replicas;
-over memory that ranks share, for messages, or for one copy of the parameters too.
+"""zeroshard, with its defaults; with gradients that rest in bfloat16, as all the peers keep them; with replicas
+or hosts; over memory that ranks share, for messages, or for one copy of the parameters too.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ def build(
     low_gradients: bool = False,
     replicas: int = 1,
     over: Literal["team", "all"] = "team",
+    hosts: int = 1,
     transport: Literal["gloo", "shared"] = "gloo",
     once: bool = False,
 ) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     dtype = torch.bfloat16 if low else None
     precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None)
-    comm = zeroshard.Comm(replicas=replicas, optimizer=over, transport=transport)
+    comm = zeroshard.Comm(replicas=replicas, optimizer=over, hosts=hosts, transport=transport)
     offload = zeroshard.Offload(parameters="shared") if once else zeroshard.Offload()
     zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=comm, offload=offload)
     return plain(model, optimizer)

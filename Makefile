@@ -51,7 +51,7 @@ oldest newest: %: .venv-%/installed ## make test on the oldest and the newest to
 .venv-oldest/installed: TORCH := torch==2.11.0
 .venv-newest/installed: TORCH := torch<2.16
 .venv-oldest/installed .venv-newest/installed: .venv-%/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear .venv-$* && grep -v '^torch==' constraints.txt >.venv-$*/constraints.txt
+	$(PYTHON) -m venv --clear .venv-$* && grep -v '^torch==\|^nvidia' constraints.txt >.venv-$*/constraints.txt
 	.venv-$*/bin/pip install -q -c .venv-$*/constraints.txt '$(TORCH)' -e '.[dev]' && touch $@
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own; four minutes

@@ -26,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ranks
 import verbs
 import zeroshard
-from zeroshard import Comm, bins, device, fp8, int8, numerics
+from zeroshard import Comm, bins, device, fp8, halves, int8, numerics
 from zeroshard.checkpoint import saving
-from zeroshard.engine import preflight, split
+from zeroshard.engine import preflight
 from zeroshard.engine.contribution import State
 from zeroshard.engine.gradient import Gradients
 from zeroshard.engine.relay import Relay
@@ -122,9 +122,9 @@ def chunked():
     seen[77::5000] = 2.0
     numerics.reseed_(master, seen)
     lower, ties = torch.empty(600_000, dtype=torch.int16), torch.empty(75_000, dtype=torch.uint8)
-    split.split_(values[2], lower, ties)
+    halves.split_(values[2], lower, ties)
     joined = torch.empty(600_000)
-    split.join_(joined, values[2].bfloat16(), lower, ties)
+    halves.join_(joined, values[2].bfloat16(), lower, ties)
     blocks = bins.BlockMap(599_936, 128, [(0, 0, 300_001), (1, 300_032, 599_900)], torch.device("cpu"))
     sums = bins.block_sums(values[0][:599_936], blocks, 3, 2.0)
     tiles = fp8.grid((600, 1000), "128x128")

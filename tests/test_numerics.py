@@ -29,7 +29,7 @@ from zeroshard.bins import (
 from zeroshard.device import CHUNK
 from zeroshard.digests import fingerprint
 from zeroshard.engine.edits import Edits
-from zeroshard.engine.split import join_, split_
+from zeroshard.halves import join_, split_
 from zeroshard.numerics import average_, divides_exactly, fold, reseed_, running_dtype, same_bits
 
 CPU = torch.device("cpu")

@@ -30,6 +30,7 @@ ASKING = {"engine.finite": 1, "tiers.nvme": 1}  # of these tests ask for it, and
 # The arguments of `shard` that ask for it.
 ASKS = {
     "engine.finite": 'precision=zeroshard.Precision(nonfinite="raise")',
+    "engine.fused": '**(os.environ.__setitem__("ZEROSHARD_KERNELS", "1") or {})',
     "engine.recompute": "layout=zeroshard.Layout(recompute=True)",
     "engine.quantised": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, fp8=True)",
     "engine.split": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)",
@@ -61,7 +62,7 @@ def test_every_feature_that_settings_can_ask_for_has_a_program_here():
 def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
     """Before anything is built. What does not ask for it trains."""
     program = textwrap.dedent(f"""
-        import sys, torch, zeroshard
+        import os, sys, torch, zeroshard
         from zeroshard.ranks.comm import Simulated
 
         def train(**settings):

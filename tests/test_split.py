@@ -18,8 +18,8 @@ from zeroshard import Comm, Layout, Offload, Precision, digests
 from zeroshard.cli import resume
 from zeroshard.cli.config import InputError
 from zeroshard.device import CHUNK
-from zeroshard.engine.split import join_, split_
 from zeroshard.errors import PeerError, StateError, UserError
+from zeroshard.halves import join_, split_
 from zeroshard.planner import files
 from zeroshard.resting import Master
 

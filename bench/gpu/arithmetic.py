@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import bins, fp8, int8, numerics
+from zeroshard import bins, device, fp8, halves, int8, numerics
 from zeroshard.cli import reference
-from zeroshard.engine import split
+from zeroshard.engine import fused
 from zeroshard.layout import Layout, Spec, partition
 
+from .place import compiler_of
 from .record import Record, Wrong, each
 
 RANKS = 17  # numbers of contributions, of which 3, 6 and 12 are no powers of two
@@ -28,6 +29,17 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def run(record: Record) -> None:
     record.ranks("on the device as on the CPU", 1, compared)
+    record.ranks("kernels of our own as torch's operations", 1, kernels)
+
+
+def kernels(kind: str) -> dict[str, str]:
+    """Compile them as `ZEROSHARD_KERNELS=1` does, and compare each."""
+    compiler_of(kind)
+    place = torch.empty(0, device=kind).device
+    text, names = fused.text()
+    made = fused.Fused(device.compiled(text, sorted(names), place), names)
+    made.compare(place)
+    return {name: "" if name not in made.refused else "it has not the bits of its twin" for name in sorted(names)}
 
 
 def numbers(which: str, count: int = NUMEL, seed: int = 0) -> Tensor:
@@ -105,9 +117,9 @@ def _norms(which: str, put: Any) -> dict[str, Tensor]:
 def _split(which: str, put: Any) -> dict[str, Tensor]:
     master = put(numbers(which))
     lower, ties = put(torch.empty(NUMEL, dtype=torch.int16)), put(torch.empty(NUMEL // 8, dtype=torch.uint8))
-    split.split_(master, lower, ties)
+    halves.split_(master, lower, ties)
     joined = put(torch.empty(NUMEL))
-    split.join_(joined, master.bfloat16(), lower, ties)
+    halves.join_(joined, master.bfloat16(), lower, ties)
     return {"lower": lower, "ties": ties, "joined": joined}
 
 

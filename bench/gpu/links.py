@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard import bins, device, numerics
+from zeroshard import bins, device, numerics, twins
+from zeroshard.engine import fused
 from zeroshard.planner.machines import MACHINES, machine
 
-from .place import ranks, synchronize, verbs
+from .place import compiler_of, ranks, synchronize, verbs
 from .record import Record
 
 FILE = "machine.json"
@@ -33,6 +34,7 @@ def run(record: Record) -> None:
     sizes = [MIB // 16, MIB, 16 * MIB, 256 * MIB] if place.full else [4096, MIB // 16]
     moved = record.measure("host and device", lambda: place.run(1, transfers, sizes, deterministic=False)[0])
     record.measure("folds and norms", lambda: place.run(1, kernels, sizes, deterministic=False)[0])
+    record.measure("the same by kernels of our own", lambda: place.run(1, own_kernels, sizes, deterministic=False)[0])
     sent = None
     for world in place.worlds if place.full else [2]:
         body = partial(place.run, world, collectives, sizes, timeout=600.0, deterministic=False)
@@ -92,6 +94,16 @@ def kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
         row["norm"] = best(kind, lambda a=total, b=blocks: bins.block_sums(a, b, 1, 2.0))
         found[f"{nbytes:,}"] = row
     return found
+
+
+def own_kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
+    """Seconds of the same where `ZEROSHARD_KERNELS=1` has replaced torch's operations."""
+    compiler_of(kind)
+    place = torch.empty(0, device=kind).device
+    text, names = fused.text()
+    made = fused.Fused(device.compiled(text, sorted(names), place), names)
+    twins.stand_ins |= {(name, place): call for name, call in made.stand_ins.items()}
+    return kernels(kind, sizes)
 
 
 def collectives(kind: str, sizes: list[int]) -> dict[str, dict[str, float]]:

@@ -101,6 +101,14 @@ class Place:
             )  # fmt: skip
 
 
+def compiler_of(kind: str) -> None:
+    """On a rank: make g++ the compiler of the emulated device's kernels, and of the CPU's."""
+    from emulated import compiler
+    from zeroshard import device
+
+    device.compilers |= {"emu": compiler.compiled, "cpu": compiler.on_the_host}
+
+
 def _on_rank(
     place: Place, body: Callable[..., Any], args: tuple[Any, ...], meeting: tuple[str | None, str], deterministic: bool
 ) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .device import ask, blank, chunk
 from .numerics import average_
+from .twins import twin
 
 _BINS = {torch.float32: 32, torch.float64: 264}  # of eight exponents each; then one for inf, one for NaN
 _LOWEST = 1104  # a fp64 bin's unit is 2^(8 * bin - this)
@@ -56,6 +57,7 @@ class BlockMap:
         return sum(t.numel() * t.itemsize for t in (self.used, self.owner, self.partial, self.hidden))
 
 
+@twin
 def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Tensor:
     """[blocks in use]: each block's sum of |x|^order (its maximum for order inf) of x = shard / ranks, as fp32.
 
@@ -115,6 +117,7 @@ def empty_bins(slots: int, device: torch.device, dtype: torch.dtype = torch.floa
     return torch.zeros(slots, _BINS[dtype] + 2, dtype=torch.int64, device=device)
 
 
+@twin
 def add_to_bins(bins: Tensor, owner: Tensor, sums: Tensor) -> None:
     """Add block sums to their slots' bins.
 

@@ -20,6 +20,8 @@ import torch
 import torch.utils.deterministic
 from torch import Tensor
 
+from . import nvrtc
+
 log = logging.getLogger("zeroshard")
 CHUNK = 1 << 18  # elements for each thread of the CPU at a time: 1 MiB of scratch stays in its cache, and calls are few
 _AT_ONCE = 1 << 24  # and on a device, where a launch costs more than memory: 64 MiB of scratch, no more for any bucket
@@ -230,6 +232,45 @@ def _count(frame: Any) -> None:
     asked[f"{frame.f_globals['__name__'].removeprefix('zeroshard.')}.{frame.f_code.co_name}"] += 1
 
 
+# --- kernels of our own -----------------------------------------------------------------------------------------------
+
+# Launches a kernel: its name, the number of threads, arguments, and how many of them, the first ones, it writes.
+Launcher = Callable[[str, int, Sequence[Any], int], None]
+GROUP = 256  # threads that a device starts together
+
+
+def architecture(device: torch.device) -> str:
+    """Return what code is compiled for: "sm_90" for an H100."""
+    if device.type != "cuda":
+        return device.type
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def _for_cuda(text: str, names: Sequence[str], device: torch.device) -> Launcher:
+    from torch.cuda import _utils as utils
+
+    with torch.cuda.device(device):
+        image = nvrtc.compile_(utils._get_gpu_rtc_library(), text, "kernels", architecture(device))
+        found: Any = utils._cuda_load_module(image, [*names])
+
+    def launch(name: str, threads: int, arguments: Sequence[Any], writes: int) -> None:
+        if threads:
+            with torch.cuda.device(device):
+                found[name](grid=(-(-threads // GROUP), 1, 1), block=(GROUP, 1, 1), args=[*arguments])
+
+    return launch
+
+
+compilers: dict[str, Callable[[str, Sequence[str], torch.device], Launcher]] = {"cuda": _for_cuda}
+
+
+def compiled(text: str, names: Sequence[str], device: torch.device) -> Launcher:
+    """Compile kernels in CUDA's language for a device. Raises RuntimeError or OSError where that cannot be done."""
+    if device.type not in compilers:
+        raise RuntimeError(f"there is no compiler for {device.type} devices")
+    return compilers[device.type](text, names, device)
+
+
 # --- streams and events -----------------------------------------------------------------------------------------------
 
 
@@ -289,7 +330,7 @@ def _stream(name: str, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def behind(name: str, device: torch.device) -> Iterator[None]:
-    """Launch what is inside on a stream of that name: behind the program, but after all that it has launched so far.
+    """Launcher what is inside on a stream of that name: behind the program, but after all that it has launched so far.
 
     Without streams it happens where it is called.
     """

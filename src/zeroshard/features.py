@@ -26,6 +26,7 @@ import contextlib
 import functools
 import importlib
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 # By file, how a program asks for it: words, and a question about settings.
 FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.finite": ("Precision(nonfinite=...)", lambda s: s.nonfinite != "ignore"),
+    "engine.fused": ("ZEROSHARD_KERNELS=1", lambda s: os.environ.get("ZEROSHARD_KERNELS") == "1"),
     "engine.kernels": ("", lambda s: False),
     "engine.recompute": ("Layout(recompute=...)", lambda s: s.recompute),
     "engine.quantised": ("Precision(fp8=...)", lambda s: s.fp8),
@@ -77,6 +79,7 @@ class Feature:
 
     name = ""  # as documents call it
     page = ""  # where they do, below docs/
+    kernels = ""  # the file in the engine of its arithmetic as kernels for devices
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse, by `UserError`, what it does not go with; `assembly` has the model's parameters laid out."""

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .device import blank, chunk
 from .numerics import simulated
+from .twins import twin
 
 BYTE, FORMAT = torch.uint8, torch.float8_e4m3fn
 NO_NUMBER = 255  # as a scale
@@ -110,12 +111,19 @@ def grid(shape: Sequence[int], scaling: str) -> Grid:
     return Grid(numel // columns, columns, *tile)
 
 
-def scales_of(masters: Tensor, tiles: Grid, first: int = 0) -> Tensor:
-    """Return a scale for each tile, uint8: as far as the masters from the tensor's first-th on tell, else the least."""
+@twin
+def magnitudes(masters: Tensor, tiles: Grid, first: int) -> Tensor:
+    """Return the bits of each tile's largest magnitude, int32, of the masters from the tensor's first-th on."""
     bits = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
     for piece in () if simulated(masters) else tiles.pieces(first, masters.numel(), chunk(masters)):
         most = piece.of(masters, first).abs().amax(2).view(torch.int32)  # magnitudes compare like their bits
         piece.beside(bits).scatter_reduce_(0, piece.bands(bits)[:, None].expand_as(most), most, "amax")
+    return bits
+
+
+def scales_of(masters: Tensor, tiles: Grid, first: int = 0) -> Tensor:
+    """Return a scale for each tile, uint8: as far as the masters from the tensor's first-th on tell, else the least."""
+    bits = magnitudes(masters, tiles, first)
     found = (((bits.clamp(max=_INFINITE) + _CARRY) >> _MANTISSA) - 8).clamp(min=1)
     return torch.where(bits >= _INFINITE, NO_NUMBER, found).to(BYTE)
 
@@ -126,6 +134,7 @@ def as_fp32(scales: Tensor) -> Tensor:
     return ((exponents << _MANTISSA) | (exponents == NO_NUMBER).to(torch.int32) << _MANTISSA - 1).view(torch.float32)
 
 
+@twin
 def quantise_(raw: Tensor, masters: Tensor, scales: Tensor, tiles: Grid, first: int = 0) -> None:
     """raw = fp8(masters / scale), as bytes. Both are 1-D, from the tensor's first-th on; scales: fp32, of all tiles."""
     for piece in () if simulated(raw) else tiles.pieces(first, raw.numel(), chunk(raw)):
@@ -154,6 +163,7 @@ def dequantised(
         yield slice(at, at + found.numel()), found.to(dtype)
 
 
+@twin
 def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: Grid) -> None:
     """values = the numbers that bytes stand for; `raw` may be the last bytes of the memory of `values`."""
     if tiles.number > 1:

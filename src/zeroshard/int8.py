@@ -25,6 +25,7 @@ from torch import Tensor
 from .device import ask, chunk, divisor
 from .layout import BLOCK, Bucket
 from .numerics import simulated
+from .twins import twin
 
 BYTE = torch.uint8
 BYTES = BLOCK + 4  # of a block: its codes, then its scale
@@ -75,10 +76,11 @@ def encode_(message: Tensor, values: Tensor, bucket: Bucket) -> None:
     step = chunk(values) // BLOCK // _TENSORS
     for at in range(0, rows.shape[0], step):
         where = slice(at, at + step)
-        _encode_(rows[where], blocks[where].to(torch.float32, copy=True), seeds[where, None], places)
+        encode_blocks(rows[where], blocks[where].to(torch.float32, copy=True), seeds[where, None], places)
 
 
-def _encode_(rows: Tensor, values: Tensor, seeds: Tensor, places: Tensor) -> None:
+@twin
+def encode_blocks(rows: Tensor, values: Tensor, seeds: Tensor, places: Tensor) -> None:
     """rows = these blocks in 8 bits; `values` is overwritten."""
     largest = values.abs().amax(1, keepdim=True)
     finite = None
@@ -102,19 +104,20 @@ class Coded:
     """A rank's contribution to a shard, as bytes arrived. A slice of it decodes to fp32, in memory of its own."""
 
     dtype = torch.float32
+    kernel_word = "code"  # in `engine/fused_int8.cu`
 
     def __init__(self, message: Tensor) -> None:
-        self._message = message
+        self.raw = message
 
     def data_ptr(self) -> int:
-        return self._message.data_ptr()
+        return self.raw.data_ptr()
 
     def to(self, device: torch.device) -> Coded:
-        return Coded(self._message.to(device))
+        return Coded(self.raw.to(device))
 
     def __getitem__(self, where: slice) -> Tensor:
         first = where.start // BLOCK
-        rows = self._message.view(-1, BYTES)[first : -(-where.stop // BLOCK)]
+        rows = self.raw.view(-1, BYTES)[first : -(-where.stop // BLOCK)]
         codes, scales = rows[:, :BLOCK].view(torch.int8), rows[:, BLOCK:].view(torch.float32)
         values = codes.to(torch.float32).mul_(scales.abs())
         if not rows.is_cpu or ask((scales < 0).any()):

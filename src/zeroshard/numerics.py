@@ -25,6 +25,7 @@ from .errors import UserError, nearest
 from .fields import FLAG, Field, check_fields, is_patterns, one_of
 from .layout import Bucket
 from .resting import Formats
+from .twins import twin
 
 Nonfinite = Literal["ignore", "raise", "skip"]
 Scaling = Literal["tensor", "1x128", "128x128"]
@@ -217,6 +218,7 @@ def running_dtype(total: torch.dtype) -> torch.dtype:
     return torch.float32 if total in LOW else total
 
 
+@twin
 def fold(total: Tensor, pieces: Sequence[Tensor], *, start: Tensor | None, times: int = 1, over: int = 1) -> None:
     """total = ((start * times + pieces[0]) + pieces[1] + ...) / over; without a start, from pieces[0] on.
 

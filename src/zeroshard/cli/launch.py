@@ -36,7 +36,7 @@ INTERRUPTED = 130  # 128 + SIGINT, what a shell reports for Ctrl-C
 READER_LEFT = 141  # 128 + SIGPIPE, likewise
 RANK_NBYTES = 100 << 20  # of memory that no other process shares: an interpreter with torch takes 140 MiB
 LAUNCHER = "ZEROSHARD_LAUNCHER_PID"
-LINGER = 0.5  # seconds that a rank told to end stays: its peers are told in this time, and do not report that it has gone
+LINGER = 0.5  # seconds that a rank told to end stays, for its peers to be told too: else they report it as gone
 _told = threading.Event()  # this rank was told to end, and another thread is about to end it
 # The exception that ended a launch holds the agent, hence its rendezvous. torch does not shut that down after a signal,
 # and if its own keep-alive thread drops the last reference, it tries to join itself and Python prints a traceback.

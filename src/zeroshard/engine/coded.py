@@ -59,6 +59,7 @@ class Codes:
 class _Manifest(Feature):
     name = "gradients in 8 bits"
     page = "precision.md#gradients-in-8-bits"
+    kernels = "fused_int8"
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if assembly.asked.reduce == "int8":

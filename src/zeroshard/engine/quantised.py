@@ -338,6 +338,7 @@ def follow_edits(found: list[E4M3], write_from: int | None) -> None:
 class _Manifest(Feature):
     name = "parameters in 8 bits"
     page = "precision.md#parameters-in-8-bits"
+    kernels = "fused_fp8"
 
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str]:
         return chosen(managed, precision)

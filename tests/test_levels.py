@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 
 import pytest
 import torch
@@ -195,6 +196,35 @@ def on_a_mesh(shape):
 def test_a_mesh_of_one_axis_has_hosts_and_one_of_two_replicates(ranks):
     assert ranks.run(4, on_a_mesh, (4,)) == [2] * 4
     assert all("first axis of a DeviceMesh replicates" in said for said in ranks.run(4, on_a_mesh, (2, 2)))
+
+
+# ---------------------------------------------------------------------------------------------------------------- edits
+
+
+def filled(stage, comm):
+    torch.manual_seed(0)
+    model = job_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(model, optimizer, stage=stage, comm=comm)
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("zeroshard").addHandler(handler)
+    with zero.gathered(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(float(zero.rank))
+    logging.getLogger("zeroshard").removeHandler(handler)
+    return weights(model, zero), messages
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_of_edits_that_differ_the_owner_s_count_where_each_element_has_one(ranks, stage):
+    """As with one copy directly; at stage 1 hosts are replicas, of which rank 0's edits count."""
+    told = ranks.run(4, filled, stage, Comm(hosts=2))
+    assert all(torch.equal(found, told[0][0]) for found, _ in told)
+    owners = {float(each) for each in told[0][0].unique()}
+    assert owners == ({0.0, 1.0, 2.0, 3.0} if stage == 3 else {0.0})
+    assert ("its owner's counts" if stage == 3 else "rank 0's count") in told[0][1][0]
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints

@@ -344,7 +344,7 @@ def coded(width):
     return len(zero.partition.buckets), padded, [found[name] for name in ("_seeds", "encode_", *CODING, "__getitem__")]
 
 
-CODING = "_encode_", "_mixed"  # of so many elements as are handled at a time; the second also once
+CODING = "encode_blocks", "_mixed"  # of so many elements as are handled at a time; the second also once
 
 
 @pytest.mark.parametrize(

@@ -362,14 +362,15 @@ class Engine:
         self.notice(replaced=True)
         with self.schedule.telling():
             differ = self.comparing.differ(units, asked=write_from is None)
+        several = self.replicas > 1 and not self.placements.two_levels  # owners of one shard, whose edits would differ
         if self.group.rank == 0 and differ:
             log.warning(
                 "the ranks leave gathered() with different weights: "
-                + ("rank 0's count. " if self.replicas > 1 else "of each element its owner's counts, a mixture. ")
+                + ("rank 0's count. " if several else "of each element its owner's counts, a mixture. ")
                 + "Make the same edits on every rank, or say whose count: zero.gathered(write_from=0)"
             )
-        if self.replicas > 1 and differ:
-            write_from = 0  # each shard has an owner in every replica, and these would differ
+        if several and differ:
+            write_from = 0
         seen_to = {index for feature in features() for index in feature.leaving(units, write_from)}
         buffers = (buffer for unit in units for buffer in unit.buffers)
         for buffer in (buffer for buffer in buffers if buffer.bucket.index not in seen_to):

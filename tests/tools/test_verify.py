@@ -295,6 +295,17 @@ def test_a_question_survives_its_file(tmp_path):
     assert Question.load(tmp_path) == asked
 
 
+def test_hosts_and_replicas_are_both_tried():
+    """Where no single host is asked for, one replica on one host is left out."""
+
+    def meshes(**more):
+        return {(count, over) for _, count, over in question(ranks=(4,), **more).meshes(4)}
+
+    assert meshes(hosts=(2,)) == {(2, "hosts")}
+    assert meshes(hosts=(2,), replicas=(1, 2)) == {(2, "hosts"), (2, "team")}
+    assert meshes(hosts=(1, 2), replicas=(1, 2)) == {(2, "hosts"), (1, "team"), (2, "team")}
+
+
 @pytest.mark.parametrize(
     ("more", "most"),
     [

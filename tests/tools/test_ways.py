@@ -4,10 +4,11 @@ import json
 from fractions import Fraction
 
 import pytest
+import torch
 
 import zeroshard
 from test_planned_replicas import wide
-from zeroshard import Comm, Layout
+from zeroshard import Comm, Layout, Precision
 from zeroshard.cli.main import app
 from zeroshard.cli.simulate import clock
 from zeroshard.errors import UserError
@@ -174,6 +175,9 @@ def test_ways_that_shard_would_refuse_are_left_out(tmp_path):
         ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", layout=Layout(bounds=bounds)).ways.ways
         assert {way.over for way in ways} == overs and {way.replicas for way in ways} == {1, 2}
         assert {way.hosts for way in ways} == ({1, 2} if "all" in overs else {1})
+    split = Precision(param_dtype=torch.bfloat16, split_master=True)
+    ways = zeroshard.plan("jobs:mlp", ranks=16, machine="a100", precision=split).ways.ways
+    assert {(way.replicas, way.over, way.hosts) for way in ways} == {(1, "team", 1), (2, "team", 1), (1, "all", 2)}
 
 
 @pytest.mark.parametrize(

@@ -228,16 +228,15 @@ def _sums(comm: Comm) -> str | None:
 def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None) -> Plan:
     """Return the plan, and on a cluster the ways in which its ranks can share the model.
 
-    The optimizer over all ranks cuts tensors and splits no masters: these ways are left out for bounds="tensor" and
-    split masters.
+    The optimizer over all ranks cuts tensors and splits no masters: it is left out for bounds="tensor" and for split
+    masters. Hosts of one copy cut tensors; masters alone rest there, and none is split.
     """
-    spread = asked.layout.bounds != "tensor" and not (asked.precision and asked.precision.split_master)
+    cuts = asked.layout.bounds != "tensor"
+    spread = cuts and not (asked.precision and asked.precision.split_master)
     found = plan_of(asked)
-    return (
-        found
-        if cluster is None
-        else dataclasses.replace(found, ways=ways.compare(plan_of, asked, cluster, spread=spread))
-    )
+    if cluster is None:
+        return found
+    return dataclasses.replace(found, ways=ways.compare(plan_of, asked, cluster, spread=spread, hosts=cuts))
 
 
 def _given(**settings: Any) -> dict[str, Any]:

@@ -154,15 +154,15 @@ class Mesh(NamedTuple):
         return tuple(stage for stage in asked if stage >= least)
 
 
-def meshes(ranks: int, gpus: int, *, spread: bool) -> list[Mesh]:
+def meshes(ranks: int, gpus: int, *, spread: bool, hosts: bool) -> list[Mesh]:
     """List how ranks can be put together. Several replicas are each made of whole nodes.
 
-    spread: may states be sharded over the ranks of several rows?
+    spread: may the optimizer alone be sharded over the ranks of several replicas? hosts: may all that a stage shards be?
     """
     several = [count for count in range(2, ranks // gpus + 1) if ranks % (count * gpus) == 0]
     overs: tuple[Over, ...] = ("team", "all") if spread else ("team",)
-    hosts = [Mesh(over="all", hosts=ranks // gpus)] if spread and ranks // gpus in several else []
-    return [Mesh(), *(Mesh(count, over) for count in several for over in overs), *hosts]
+    one = [Mesh(over="all", hosts=ranks // gpus)] if hosts and ranks // gpus in several else []
+    return [Mesh(), *(Mesh(count, over) for count in several for over in overs), *one]
 
 
 def meetings(*, sharded: bool, backwards: int, clips: bool = False) -> int:
@@ -216,14 +216,14 @@ def _each(nbytes: int, messages: float, ranks: int, time_of: Callable[[float, in
     return messages * time_of(nbytes / messages, ranks) if nbytes and messages else 0.0
 
 
-def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *, spread: bool) -> Ways:
+def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *, spread: bool, hosts: bool) -> Ways:
     """Plan every mesh at every stage asked for, and sort the ways by time.
 
-    plan_of: the plan of a question. spread: may the optimizer be over all ranks?
+    plan_of: the plan of a question. spread, hosts: see `meshes`.
     """
     limit = asked.gpu_mem or machine.memory
     found: dict[Reduce, list[Way]] = {"ordered": [], "native": []}
-    for mesh in meshes(asked.ranks, machine.gpus, spread=spread):
+    for mesh in meshes(asked.ranks, machine.gpus, spread=spread, hosts=hosts):
         stages, rows = mesh.stages(asked.stages), mesh.replicas * mesh.hosts
         if not stages:
             continue

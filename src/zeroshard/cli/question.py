@@ -146,8 +146,8 @@ class Question:
     def meshes(self, ranks: int) -> list[tuple[int, int, str]]:
         """List (stage, replicas, over which ranks the optimizer is sharded); and hosts of one copy, as replicas are.
 
-        Over all is left out where it is no different: with one replica, and at stage 0. Several hosts have one replica, so
-        where no single host is asked for, only several replicas stand beside them.
+        Over all is left out where it is no different: with one replica, and at stage 0. Several hosts have one replica.
+        Where no single host is asked for, only several replicas stand beside them.
         """
         counts = [count for count in self.hosts if ranks % count == 0]
         hosts = [(stage, count, "hosts") for count in counts for stage in self.stages if count > 1]

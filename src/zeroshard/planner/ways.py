@@ -157,7 +157,7 @@ class Mesh(NamedTuple):
 def meshes(ranks: int, gpus: int, *, spread: bool, hosts: bool) -> list[Mesh]:
     """List how ranks can be put together. Several replicas are each made of whole nodes.
 
-    spread: may the optimizer alone be sharded over the ranks of several replicas? hosts: may all that a stage shards be?
+    spread: may the optimizer be sharded over the ranks of several replicas? hosts: may all that a stage shards?
     """
     several = [count for count in range(2, ranks // gpus + 1) if ranks % (count * gpus) == 0]
     overs: tuple[Over, ...] = ("team", "all") if spread else ("team",)

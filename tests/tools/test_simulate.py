@@ -1,5 +1,6 @@
 """A simulated rank is the real one without values: the same bytes, the same order, on one process."""
 
+import copy
 import dataclasses
 import importlib.util
 import json
@@ -853,3 +854,28 @@ def test_a_plan_for_a_cluster_has_the_buckets_that_a_model_on_accelerators_has()
     (planned,) = zeroshard.plan(wide_units, ranks=2, stage=3, machine="h100").stages
     (without,) = zeroshard.plan(wide_units, ranks=2, stage=3).stages
     assert (planned.buckets, without.buckets) == (2, 4)
+
+
+def copied(deep):
+    """A job of two equal blocks: the second is a copy of the first, as `nn.TransformerEncoder` makes it, or is built."""
+
+    def job():
+        first = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        second = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        return {
+            "model": nn.Sequential(nn.ModuleList([first, copy.deepcopy(first) if deep else second]), nn.Identity()),
+            "optimizer": lambda parameters: torch.optim.AdamW(parameters),
+            "batch": lambda step, index: torch.ones(4, 16),
+            "loss": lambda model, batch: model[0][1](model[0][0](batch)).sum(),
+        }
+
+    return job
+
+
+def test_a_module_that_was_deepcopied_is_simulated_as_one_that_was_built():
+    """Views of its weights are known as such: they are gathered again for backward, and are no activations."""
+    told = [
+        (run.activations, {phase: peak.held for phase, peak in run.ledger.phases.items()})
+        for run in (simulate(copied(deep), ranks=2, rank=0, stage=3) for deep in (False, True))
+    ]
+    assert told[0] == told[1]

@@ -247,6 +247,13 @@ def _tokens(batch: Any) -> int:
     )
 
 
+class _OneMode(FakeTensorMode):
+    """A mode that `copy.deepcopy` of its tensors keeps: a view of a tensor in a copied one has no storage of ours."""
+
+    def __deepcopy__(self, _: Any) -> _OneMode:
+        return self
+
+
 @contextmanager
 def without_values() -> Iterator[FakeTensorMode]:
     """Make tensors without memory inside."""
@@ -254,7 +261,7 @@ def without_values() -> Iterator[FakeTensorMode]:
     swap = torch.utils.swap_tensors
     torch.utils.swap_tensors = _become
     try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with warnings.catch_warnings(), _OneMode(allow_non_fake_inputs=True) as mode:
             # A module copied by deepcopy looks at its tensors' addresses, which here say nothing and harm nothing.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor", category=UserWarning)
             yield mode

@@ -38,7 +38,7 @@ SHARED = Comm(transport="shared")
 
 def over_memory(function, *args):
     """A function of another test's, whose ranks share memory wherever it does not say how they exchange."""
-    comm.AUTO = "shared"
+    comm.AUTO = "auto"
     try:
         return function(*args)
     finally:
@@ -522,6 +522,43 @@ def test_a_steady_step_makes_no_new_memory(ranks, stage):
         assert (descriptors, held) == (before[1], before[3])
         assert made <= before[0] + 2 and flights <= before[2] + 4  # which depends on who is faster
         assert sum(os.path.exists(f"/dev/shm/{name}") and "zeroshard" in name for name in os.listdir("/dev/shm")) == 0
+
+
+def used(stage: int, settings: dict[str, object]):
+    """Do ranks share memory, with these settings of `Comm`? And what a step has moved."""
+    return over_memory(used_by_default, stage, settings)
+
+
+def used_by_default(stage: int, settings: dict[str, object]):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zeroshard.shard(model, optimizer, stage=stage, comm=Comm(**settings))
+    for index in range(2):
+        model(torch.full((2, 16), 1.0 + index + zero.rank)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    moved = zero.ledger().traffic["reduce"]
+    return zero._engine.group.team.shares, moved.sent, moved.shared
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [
+        ({}, True),
+        ({"transport": "gloo"}, False),
+        ({"reduce": "native"}, False),
+        ({"reduce": "int8"}, False),
+        ({"hosts": 2}, False),
+        ({"replicas": 2}, True),
+    ],
+    ids=["default", "gloo", "native", "int8", "hosts", "replicas"],
+)
+def test_ranks_of_one_host_share_memory_by_default(ranks, settings, shares):
+    """By "auto", unless a setting takes messages; then nothing is read in others' memory."""
+    for found, sent, shared in ranks.run(4, used, 2, settings):
+        assert (found, shared > 0, sent > 0) == (shares, shares, not shares)
 
 
 def replicated(transport: str):

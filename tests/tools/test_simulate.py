@@ -27,6 +27,7 @@ from zeroshard.planner import built, predict_states, texts
 from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import PASSING, facts, moments, simulate
 from zeroshard.planner.timeline import replay
+from zeroshard.ranks import comm
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("published", ROOT / "bench" / "published.py")
@@ -571,6 +572,26 @@ def test_prefetch_is_planned():
     assert held[0] == 0 < held[1]
     with pytest.raises(UserError, match="prefetch counts units"):
         zeroshard.plan(EXAMPLE, comm=Comm(prefetch=-1))
+
+
+def test_a_job_s_ranks_share_memory_by_default_on_one_host(monkeypatch):
+    """On the CPU, if the plan is not of several nodes; a simulation on a machine with GPUs has messages."""
+    monkeypatch.setattr(comm, "AUTO", "auto")
+    job = "jobs:mlp"
+
+    def sent(plan):
+        return plan.stages[0].traffic.reduce.sent
+
+    default, shared, gloo = (
+        zeroshard.plan(job, ranks=4, stage=2, comm=each)
+        for each in (None, Comm(transport="shared"), Comm(transport="gloo"))
+    )
+    assert default.stages == shared.stages and sent(default) == 0 < sent(gloo)
+    assert (
+        zeroshard.plan(job, ranks=4, stage=2, gpus_per_node=2).stages[0].traffic
+        == zeroshard.plan(job, ranks=4, stage=2, gpus_per_node=2, comm=Comm(transport="gloo")).stages[0].traffic
+    )
+    assert sent(zeroshard.plan(job, ranks=16, stage=2, machine="a100")) > 0
 
 
 @pytest.mark.parametrize("make", [partial(training.job, "mlp"), Made(), lambda: training.job("mlp")])

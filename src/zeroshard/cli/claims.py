@@ -53,7 +53,7 @@ def claims(folder: Path) -> list[Claim]:
         _tried("each rank holds the bytes that are predicted", _bytes),
         _tried("a checkpoint loads with its bits, at another stage", lambda: _checkpoint(folder)),
         _tried("states in files have the bits of states in memory", lambda: _files(folder)),
-        _tried("ranks of this host may share memory", _shared, instead='Comm(transport="gloo"), the default'),
+        _tried("ranks of this host may share memory", _shared, instead='Comm(transport="gloo"), which "auto" is here'),
         Claim("any number of ranks has these bits", UNTRIED, "it takes processes", "zeroshard verify"),
         *(_on_accelerators(there) if there else [_no_accelerator()]),
     ]

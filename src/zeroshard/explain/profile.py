@@ -16,6 +16,7 @@ from ..engine.reduction import UNHURRIED
 from ..numerics import Precision
 from ..planner.simulate import PASSING, STEPS, simulate
 from . import stacked_mlp
+from .recording import MESSAGES
 
 RANKS, STAGE = 4, 1
 BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True)  # with fp32 masters
@@ -28,7 +29,7 @@ def capture() -> dict[str, Any]:
     torch.manual_seed(0)
     job = stacked_mlp.scaled()
     optimizer = job["optimizer"](job["model"].parameters())
-    zero = zeroshard.shard(job["model"], optimizer, stage=STAGE, precision=BF16)
+    zero = zeroshard.shard(job["model"], optimizer, stage=STAGE, precision=BF16, comm=MESSAGES)
     zero._engine.reduction.pause = UNHURRIED
     for step in range(STEPS):
         job["loss"](job["model"], job["batch"](step, zero.rank)).backward()
@@ -56,7 +57,7 @@ def assemble(held: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _planned(job: Callable[[], dict[str, Any]], ranks: Sequence[int]) -> dict[str, Any]:
-    runs = [simulate(job, ranks=RANKS, rank=rank, stage=STAGE, precision=BF16) for rank in ranks]
+    runs = [simulate(job, ranks=RANKS, rank=rank, stage=STAGE, precision=BF16, comm=MESSAGES) for rank in ranks]
     found = [_told(run.ledger) for run in runs]
     rest, counters = found[0]["rest"], found[0]["rest"].get("step", 0)
     # The article's baseline: one GPU, whose gradients are not there at rest, and are in the step.

@@ -12,8 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from ..events import DEVICE, Event, Record
 from ..layout import Bucket, Partition
+from ..ranks.comm import Comm
 from ..stage import ALONE, Seat
 
+MESSAGES = Comm().on_accelerators()  # of the page's own runs, which show what ranks send, whatever "auto" is here
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")
 WORK = ("forward", "recompute", "backward")  # verbs of a unit
 STANDING = ("control", "broadcast")  # every rank waits until these are through

@@ -20,7 +20,7 @@ from ..stage import STAGES
 from . import transformer260
 from .document import matrix, numbers, plain
 from .observe import Observer, ticking
-from .recording import layout_json
+from .recording import MESSAGES, layout_json
 from .transformer260 import TENSORS
 
 MODULES = ("norm1", "attention", "norm2", "feed_forward", "head")
@@ -50,7 +50,7 @@ def later(stage: int) -> dict[str, Any]:
     model = transformer260.Transformer260()
     transformer260.inject(model, rank)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    zero = zeroshard.shard(model, optimizer, stage=stage, precision=BF16, layout=BY_MODULE)
+    zero = zeroshard.shard(model, optimizer, stage=stage, precision=BF16, comm=MESSAGES, layout=BY_MODULE)
     zero._engine.reduction.pause = UNHURRIED
     batch = transformer260.batches(torch.bfloat16)[rank]
     for _ in range(SETTLED):  # no phase of the first step holds as much as the same phase later
@@ -98,7 +98,7 @@ def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: 
             parameter.register_hook(lambda gradient, name=name: gradients.__setitem__(name, numbers(gradient)))
         before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-        zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=layout)
+        zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=MESSAGES, layout=layout)
         observer = Observer(zero)
         batch = transformer260.batches(precision.param(dtype))[rank]
 
@@ -167,7 +167,7 @@ def trained(stage: int) -> list[float]:
     rank = torch.distributed.get_rank()
     model = transformer260.Transformer260(torch.float64)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    zero = zeroshard.shard(model, optimizer, stage=stage, layout=BY_MODULE)
+    zero = zeroshard.shard(model, optimizer, stage=stage, comm=MESSAGES, layout=BY_MODULE)
     batch = transformer260.batches(torch.float64)[rank]
     for _ in range(STEPS):
         transformer260.loss(model, batch).backward()

@@ -20,7 +20,7 @@ from . import four_weights
 from .document import numbers
 from .four_weights import LEARNING_RATE, SAMPLES, WEIGHTS
 from .observe import Observer, ticking
-from .recording import layout_json, most_in, together, traffic_of
+from .recording import MESSAGES, layout_json, most_in, together, traffic_of
 from .walk260 import by_stage, one_of
 
 Checkpointing = Literal["none", "layers", "whole"]
@@ -55,7 +55,7 @@ def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpoi
             parameter.register_hook(lambda gradient, name=name: local.__setitem__(name, numbers(gradient)))
         before = [value for parameter in model.parameters() for value in numbers(parameter)]
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-        zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=OWNERS)
+        zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=MESSAGES, layout=OWNERS)
         with zero.gathered():
             start = [value for parameter in model.parameters() for value in numbers(parameter)]
         observer = Observer(zero)

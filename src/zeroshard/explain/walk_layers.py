@@ -22,7 +22,7 @@ from ..planner.recipes import PRESETS
 from ..stage import STAGES
 from .document import numbers
 from .observe import Observer, ticking
-from .recording import Told, layout_json, one_step, together
+from .recording import MESSAGES, Told, layout_json, one_step, together
 from .stacked_mlp import StackedMLP
 from .walk260 import one_of
 
@@ -57,7 +57,7 @@ def observed_step() -> dict[str, Any]:
         for name, parameter in stack.named_parameters():
             parameter.register_hook(lambda gradient, name=name: local.__setitem__(name, gradient.detach().clone()))
         optimizer = torch.optim.Adam(stack.parameters(), lr=1e-3)
-        zero = zeroshard.shard(stack, optimizer, stage=1, precision=BF16, layout=ONE_BUFFER)
+        zero = zeroshard.shard(stack, optimizer, stage=1, precision=BF16, comm=MESSAGES, layout=ONE_BUFFER)
         (bucket,), (buffer,) = zero.partition.buckets, zero._engine.buffers
         low, high = bucket.shard(rank)
         middle = bucket.bounds[1]
@@ -96,7 +96,7 @@ def overlapped() -> dict[str, Any]:
         rank = torch.distributed.get_rank()
         stack = model()
         optimizer = torch.optim.Adam(stack.parameters(), lr=1e-3)
-        zero = zeroshard.shard(stack, optimizer, stage=1, precision=BF16, layout=Layout(align=1))
+        zero = zeroshard.shard(stack, optimizer, stage=1, precision=BF16, comm=MESSAGES, layout=Layout(align=1))
         stack(batch(0, rank)).sum().backward()  # a first step, after which Adam has m and v
         optimizer.step()
         optimizer.zero_grad()

@@ -7,6 +7,7 @@ the four ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..numerics import Precision
 from ..ranks.comm import Comm
 from . import run
 from .observe import ticking
+from .recording import MESSAGES
 from .stacked_mlp import MLP, StackedMLP
 from .walk260 import one_of
 
@@ -75,8 +77,8 @@ def capture() -> dict[str, Any]:
     stack, moe = StackedMLP(HIDDEN, DEPTH), DenseAndExperts(HIDDEN, EXPERTS // EP)
     rows = Layout(align=1, along={"*.experts.*": "edp"})
     return {
-        "replicas": _recorded(stack, Comm(replicas=REPLICAS), Layout(align=1)),
-        "experts": _recorded(moe, Comm(group=mesh), rows, keep=["*.router.*"]),
+        "replicas": _recorded(stack, replace(MESSAGES, replicas=REPLICAS), Layout(align=1)),
+        "experts": _recorded(moe, replace(MESSAGES, group=mesh), rows, keep=["*.router.*"]),
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..events import DEVICE
 from ..headroom import IN_FLIGHT
@@ -77,9 +77,15 @@ class Asked(NamedTuple):
         """The rows of the mesh of ranks: replicas, or hosts."""
         return self.comm.rows or 1
 
+    def talk(self, stage: int) -> Comm:
+        """Return how a job's ranks talk at a stage: on accelerators by messages, whatever "auto" is elsewhere."""
+        over: Literal["team", "all"] = "all" if self.comm.optimizer == "all" and stage else "team"
+        told = self.comm.on_accelerators() if self.gpus_per_node is not None or self.by_unit else self.comm
+        return replace(told, optimizer=over)
+
     @property
     def shared(self) -> bool:
-        """Do ranks that shard together read each other's memory?"""
+        """Do ranks that shard together read each other's memory? Numbers and shapes may be for GPUs: if they say so."""
         return self.comm.sharing(once=self.once).wanted == "shared"
 
     @property

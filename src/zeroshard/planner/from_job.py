@@ -36,7 +36,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
             "no_sync": asked.no_sync,
             "layout": layout,
             "precision": asked.precision,
-            "comm": replace(asked.comm, optimizer="all" if asked.comm.optimizer == "all" and stage else "team"),
+            "comm": asked.talk(stage),
             "offload": asked.offload,
             "optimizer_in_backward": asked.recipe.in_backward,
         } | changes

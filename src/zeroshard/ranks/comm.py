@@ -11,7 +11,9 @@ from ..headroom import PREFETCH
 
 Reduce = Literal["ordered", "native", "int8"]
 Transport = Literal["auto", "gloo", "shared"]
-AUTO: Transport = "gloo"  # what "auto" means
+AUTO: Transport = (
+    "auto"  # what "auto" tries on the CPU: shared memory where ranks have it; tests of messages say "gloo"
+)
 Over = Literal["team", "all"]
 
 
@@ -58,7 +60,7 @@ class Comm:
         of replicas, so that it never changes a bit. Costs as many times the memory of what is sharded.
     transport: how gathers and reductions on the CPU go from rank to rank. "gloo": by messages. "shared": ranks of one
         host read each other's memory, and nothing is sent; same bits. All ranks that shard together must be on one host
-        then. "auto": "gloo", for now.
+        then. "auto": "shared" where they are, and "gloo" elsewhere; with `hosts` or another `reduce`, "gloo".
     optimizer: over which ranks its states and masters are sharded, of several replicas, at stages 1 to 3: "team", each
         replica by itself, or "all", so that each rank updates a part that no other does, and the ranks of one position
         in all replicas send each other what they have updated. From stage 2 on gradients are sharded so too. The same
@@ -116,10 +118,14 @@ class Comm:
 
     @property
     def wanted(self) -> Transport:
-        """The transport to try. "auto" is resolved later if it means shared memory, which ranks may not have."""
+        """The transport to try on the CPU. "auto": shared memory if the ranks turn out to have it, else messages."""
         if self.transport != "auto":
             return self.transport
-        return "auto" if AUTO == "shared" and self.reduce == "ordered" else "gloo"
+        return AUTO if self.reduce == "ordered" and not self.two_levels else "gloo"
+
+    def on_accelerators(self) -> Comm:
+        """Return these settings as accelerators take them: "auto" is messages there."""
+        return replace(self, transport="gloo") if self.transport == "auto" else self
 
     def sharing(self, *, once: bool) -> Comm:
         """Return these settings with shared memory, if there is to be one copy of the parameters per host (`once`)."""

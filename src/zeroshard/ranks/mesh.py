@@ -34,7 +34,7 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     if tensor is not None:
         return _beside(parent, tensor, settings, ledger, device)
     if isinstance(parent, Simulated):
-        sits, shares = _seat(parent.rank, parent.ranks, settings), settings.wanted == "shared"
+        sits, shares = _seat(parent.rank, parent.ranks, settings), _transport(settings, device) != "gloo"
         place = seat_along(parent.rank, _axes(parent, settings), axis) if axis else None
         other = None if place is None else Team(ledger, device, place, shares=shares)
         return Group(Team(ledger, device, sits, shares=shares), parent.rank, parent.ranks, other)

@@ -6,6 +6,7 @@ beside its twin, and trains on the emulated accelerator.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import logging
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import emulated
 import zeroshard
@@ -65,15 +67,64 @@ def test_a_kernel_whose_bits_differ_is_refused_by_name():
     assert made.refused == {"quantise_", "squares_float", "squares_float_some", "fold_bf16_float_code"}
 
 
+WRONG = {  # a part of the text, what stands there in its place, and a kernel that is wrong then
+    "a row of tiles": (
+        "return at / columns / tall * across + at",
+        "return (tall > 1 ? 0 : at / columns * across) + at",
+        "quantise_",
+    ),
+    "another tile": ("atomicMax(most + own, found), found = 0", "atomicMax(most + own, found)", "largest"),
+    "a tile without a number": ("bits = 0x7F;  // 480", "bits = 0x7E;  // 480", "quantise_"),
+    "scales that are none": ("wide(raw[at]) * scales[tile(", "wide(raw[at]) * notnan(scales[tile(", "dequantise_bf16"),
+    "a code of -128": ("own == -128 && scale < 0", "own == -128", "fold_float_float_code"),
+    "halfway between two": ("+ 0x7FFF + (bits >> 16 & 1)) >> 16", "+ 0x8000) >> 16", "fold_bf16_bf16_float"),
+    "an infinite block": ("bits == 0x7F800000 ? width - 2", "bits == 0x7F800000 ? width - 1", "add_to_bins"),
+    "the order of a tree": ("(x[0] + x[2]) + (x[1] + x[3])", "(x[0] + x[1]) + (x[2] + x[3])", "squares_fp16"),
+    "padding": ("x[k] = 0;\n    x[k]", "x[k] = x[k];\n    x[k]", "squares_float_some"),
+    "a tie": ("(master[at] & 1 << 16) == 0) << at - from", "true) << at - from", "split_"),
+    "a negative half": ("int(lower[at])", "int((uint16)lower[at])", "join_"),
+    "a block's largest": ("mixed(__float_as_uint(most) & 0x7FFFFF)", "mixed(__float_as_uint(most))", "encode_"),
+}
+WRONG_TEXT = "__device__ inline float notnan(float x) { return x == x ? x : 0; }\n"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", [*list(WRONG)[:2], *(pytest.param(name, marks=pytest.mark.full) for name in [*WRONG][2:])]
+)
+def test_a_kernel_that_is_wrong_is_found(name):
+    """A mistake planted in the text: the comparison sees it."""
+    (text, names), (right, wrong, kernel) = fused.text(), WRONG[name]
+    assert text.count(right) == 1
+    planted = WRONG_TEXT + text.replace(right, wrong).replace(
+        "broad, across)]);     \\", "broad, across)]));     \\" if "notnan" in wrong else "broad, across)]);     \\"
+    )
+    made = fused.Fused(compiler.on_the_host(planted, names, torch.device("cpu")), names)
+    made.compare(torch.device("cpu"))
+    assert kernel in made.refused
+
+
+@needs_compiler
+def test_numbers_to_compare_on_are_fp32_whatever_the_default():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        made, launched = on_the_host()
+        made.compare(torch.device("cpu"))
+        assert (made.refused, launched) == (set(), {*fused.text()[1]})
+    finally:
+        torch.set_default_dtype(before)
+
+
 # Of docs/decisions/fused-kernels.md: by twin and arguments, launches by the kernels and by torch's operations.
 LAUNCHES = {
     ("fold", ("float", "float", "float"), (11, True, 3, 6)): (2, 14),
     ("block_sums", torch.float32, 4, True): (1, 11),
     ("block_sums", torch.float32, 4, False): (3, 17),
     ("add_to_bins",): (1, 27),
-    ("magnitudes", "128x128", "magnitudes", torch.float32): (2, 26),
-    ("quantise_", "128x128", "quantise_", torch.float32): (1, 30),
-    ("dequantise_", "128x128", "dequantise_", torch.float32): (2, 15),
+    ("magnitudes", "128x128", False, "magnitudes", torch.float32): (2, 31),
+    ("quantise_", "128x128", False, "quantise_", torch.float32): (1, 36),
+    ("dequantise_", "128x128", False, "dequantise_", torch.float32): (2, 15),
     ("encode_blocks", 7): (1, 54),
     ("split_", "split_"): (1, 13),
     ("join_", "join_"): (1, 9),
@@ -119,22 +170,31 @@ def test_launches_are_those_that_the_documents_count():
     assert told == [*LAUNCHES.values()]
 
 
+def library():
+    """NVRTC, the newest of those that wheels have brought."""
+    found = importlib.util.find_spec("nvidia")
+    paths = sorted(
+        path
+        for folder in (found.submodule_search_locations if found else ())
+        for path in Path(folder).glob("*/lib/libnvrtc.so.*")
+    )
+    if not paths:
+        pytest.skip("nvidia-cuda-nvrtc is not installed")
+    return ctypes.CDLL(str(paths[-1]))
+
+
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100"])
 @pytest.mark.row(110)
 def test_nvrtc_compiles_all_kernels_for_gpus(architecture):
     """From its wheel, without a GPU: the machine code names each kernel."""
-    folder = importlib.util.find_spec("nvidia").submodule_search_locations[0]
-    (path,) = Path(folder).glob("*/lib/libnvrtc.so.*")
     text, names = fused.text()
-    code = nvrtc.compile_(ctypes.CDLL(str(path)), text, "kernels", architecture)
+    code = nvrtc.compile_(library(), text, "kernels", architecture)
     assert [name for name in names if f"\0{name}\0".encode() not in code] == []
 
 
 def test_a_text_that_does_not_compile_is_reported_in_nvrtc_s_words():
-    folder = importlib.util.find_spec("nvidia").submodule_search_locations[0]
-    (path,) = Path(folder).glob("*/lib/libnvrtc.so.*")
     with pytest.raises(RuntimeError, match=r"kernels does not compile for sm_90: kernels\(1\): error"):
-        nvrtc.compile_(ctypes.CDLL(str(path)), "nonsense", "kernels", "sm_90")
+        nvrtc.compile_(library(), "nonsense", "kernels", "sm_90")
 
 
 def ready(compiles, asked):
@@ -257,11 +317,50 @@ def test_training_with_kernels_has_the_same_bits(name, stage, world):
     ours = emulated.run(world, trained, name, stage, True, seed=2)
     for (want, _), (got, launched) in zip(plain, ours, strict=True):
         assert all(map(torch.equal, got, want))
-        expected = {
-            "fp8": {"quantise_", "largest", "dequantise_bf16"},
-            "split masters": {"join_", "split_"},
-            "int8": {"encode_"},
-        }
         used = {*launched}
-        assert used >= expected.get(name, set()) | {"add_to_bins"}
+        assert used >= EXPECTED.get(name, set()) | {"add_to_bins"}
         assert any(kernel.startswith("fold_") for kernel in used) and any(k.startswith("squares_") for k in used)
+
+
+def warned(refuse):
+    """As `trained` with kernels of which some are wrong: what the log says of them, too."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    fused.log.addHandler(handler)
+    weights, launched = trained("bf16", 3, True, refuse)
+    return weights, {*launched}, [line for line in said if "kernels" in line]
+
+
+@needs_compiler
+@pytest.mark.full
+@pytest.mark.row(110)
+def test_training_goes_on_without_a_kernel_that_is_wrong():
+    wrong = ("squares_float", "fold_float_float_bf16")
+    plain = emulated.run(2, trained, "bf16", 3, False, seed=1)
+    for (want, _), (got, launched, said) in zip(plain, emulated.run(2, warned, wrong, seed=2), strict=True):
+        assert all(map(torch.equal, got, want))
+        assert launched.isdisjoint(wrong) and "add_to_bins" in launched
+        assert said == [
+            "on emu:0 these kernels are not used, since their bits are not those of torch's operations: "
+            "fold_float_float_bf16, squares_float"
+        ]
+
+
+def simulated():
+    """A model without values on the device, and what stands in after it, and after a real one."""
+    os.environ[fused.VARIABLE] = "1"
+    devices.compilers["emu"] = compiler.compiled
+    found = []
+    for without in (True, False):
+        with FakeTensorMode() if without else contextlib.nullcontext():
+            model = nn.Linear(8, 8, device="emu")
+            zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2)
+        found.append(len(twins.stand_ins))
+    return found
+
+
+@needs_compiler
+@pytest.mark.full
+def test_a_model_without_values_compares_nothing():
+    ((before, after),) = emulated.run(1, simulated)
+    assert (before, after) == (0, 9)

@@ -39,7 +39,10 @@ def kernels(kind: str) -> dict[str, str]:
     text, names = fused.text()
     made = fused.Fused(device.compiled(text, sorted(names), place), names)
     made.compare(place)
-    return {name: "" if name not in made.refused else "it has not the bits of its twin" for name in sorted(names)}
+    return {
+        name: "" if name not in made.refused else "its bits are not those of torch's operations"
+        for name in sorted(names)
+    }
 
 
 def numbers(which: str, count: int = NUMEL, seed: int = 0) -> Tensor:

@@ -330,7 +330,7 @@ def _stream(name: str, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def behind(name: str, device: torch.device) -> Iterator[None]:
-    """Launcher what is inside on a stream of that name: behind the program, but after all that it has launched so far.
+    """Launch what is inside on a stream of that name: behind the program, but after all that it has launched so far.
 
     Without streams it happens where it is called.
     """

@@ -32,7 +32,7 @@ to a group, in which order groups are made and connected, the same collectives o
 that are posted before what they wait for can run; how often the host waits, and how many kernels it launches.
 
 What it does not: a GPU's arithmetic (the numbers are the CPU's), NCCL's own progress and memory, fragmentation, speed,
-graphs, compiled kernels, and autograd on other streams than the default one (its own switching between streams is not
+graphs, torch.compile's kernels, and autograd on other streams than the default one (its own switching between streams is not
 to be had from Python). The host counts as one thread. An order is drawn anew by the same seed, but where ranks wait for
 each other it also depends on when they come. So one says of what passes here "on an emulated accelerator", and never
 "on GPUs".

@@ -1,4 +1,4 @@
-// Kernels that do in one launch what torch's operations do in several, and with their bits: `fused.py` compares them.
+// Kernels that do in a launch or two what torch's operations do in several, and with their bits: `fused.py` compares them.
 //
 // Each has its twin in Python, of the same name, which says what it computes. Compiled without contraction (a * b + c is
 // rounded twice) and with divisions that are rounded correctly. Arguments that are written come first. The texts of

@@ -1,4 +1,4 @@
-"""Kernels that do in one launch what a sum, a norm or a format takes many of torch's operations for.
+"""Kernels that do in a launch or two what a sum, a norm or a format takes many of torch's operations for.
 
 Their text is `fused.cu`, and features have texts of their own. A kernel stands in for its twin (`twins.py`) only on a
 device on which both have had the same bits: for numbers of all magnitudes, subnormals, infinities and NaN. Kernels are
@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from ..bins import BlockMap, add_to_bins, block_sums, empty_bins
-from ..device import Launcher, architecture, asynchronous, blank, compiled
+from ..device import Launcher, architecture, asynchronous, blank, chunk, compiled
 from ..errors import UserError
 from ..features import Feature, features
 from ..layout import BLOCK
-from ..numerics import fold, running_dtype, same_bits
+from ..numerics import fold, running_dtype, same_bits, simulated
 from ..twins import DECLINED, stand_ins
 from .fusion import COUNT, FOLDS, READ, WARP, WORDS, Case, Function, Kernels, fold_cases, fold_line, fold_name, numbers
 
@@ -61,14 +61,16 @@ class Sums(Kernels):
         rounds = [read[at : at + _MOST] for at in range(0, len(read), _MOST)]
         running, dtype = total, running_dtype(total.dtype)
         if len(rounds) > 1 and (dtype != total.dtype or any(each.data_ptr() == total.data_ptr() for each in read)):
+            if total.numel() > chunk(total):
+                return DECLINED  # scratch is no larger than that
             running = blank(total.numel(), dtype, total.device)
         targets, begins = ([*[running] * (len(rounds) - 1), total], [start, *[running] * (len(rounds) - 1)])
         names = [
-            fold_name(WORDS.get(to.dtype, ""), WORDS.get((to if of is None else of).dtype, ""), min(words))
+            fold_name(WORDS.get(to.dtype, ""), WORDS.get((to if of is None else of).dtype, ""), "".join(words))
             for to, of in zip(targets, begins, strict=True)
         ]
         tensors = [total, *read, *([] if start is None else [start])]
-        if len(words) > 1 or not all(self.takes(name, *tensors) for name in names):
+        if not all(self.takes(name, tensors) for name in names):
             return DECLINED
         for number, (name, into, begin, some) in enumerate(zip(names, targets, begins, rounds, strict=True)):
             self.run(
@@ -81,8 +83,8 @@ class Sums(Kernels):
 
     def block_sums(self, shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Any:
         name = f"squares_{WORDS.get(shard.dtype)}"
-        known = order == 2.0 and blocks.size == BLOCK and shard.dtype in READ
-        if not known or not self.takes(name, shard):
+        known = order == 2.0 and blocks.size == BLOCK and blocks.count * BLOCK == shard.numel() and shard.dtype in READ
+        if not known or not self.takes(name, [shard]):
             return DECLINED
         sums = blank(blocks.count, torch.float32, shard.device)
         self.run(name, blocks.count * WARP, sums, shard, blocks.count, ranks)
@@ -91,7 +93,7 @@ class Sums(Kernels):
         return sums if blocks.dense else sums[blocks.used]
 
     def add_to_bins(self, tally: Tensor, owner: Tensor, sums: Tensor) -> Any:
-        if sums.dtype != torch.float32 or not self.takes("add_to_bins", tally, owner, sums):
+        if not self.takes("add_to_bins", [tally, owner, sums], [torch.int64, torch.int64, torch.float32]):
             return DECLINED
         self.run("add_to_bins", len(sums), tally, owner, sums, len(sums), tally.shape[1])
         return None
@@ -154,7 +156,10 @@ class Fused:
 
     def _stood_in(self, twin: Function, *args: Any, **kwargs: Any) -> Any:
         found = self.stand_ins[twin.__name__](*args, **kwargs)
-        return twin(*args, **kwargs) if found is DECLINED else found  # it takes another one, which was refused
+        if found is not DECLINED:
+            return found
+        assert self.refused, twin.__name__  # it takes another one, which was refused
+        return twin(*args, **kwargs)
 
 
 def every() -> list[type[Kernels]]:
@@ -171,42 +176,51 @@ def text() -> tuple[str, frozenset[str]]:
     return "\n".join([*parts, *lines, ""]), frozenset(name for each in kinds for name in each.names)
 
 
-def _asked(device: torch.device) -> bool:
-    asked = os.environ.get(VARIABLE, "")
-    if asked not in ("", "0", "1"):
+def _told() -> str:
+    told = os.environ.get(VARIABLE, "")
+    if told not in ("", "0", "1"):
         raise UserError(
             f"the environment variable {VARIABLE} turns kernels on or off",
             expected='"0" or "1"',
-            got=repr(asked),
+            got=repr(told),
             instead=f"{VARIABLE}=1",
         )
-    return asked == "1" or (not asked and architecture(device) in RAN)
+    return told
+
+
+def _made(device: torch.device) -> Fused | None:
+    """Compile and compare all kernels. None if that cannot be done, which the log says."""
+    words, names = text()
+    try:
+        made = Fused(compiled(words, sorted(names), device), names)
+        made.compare(device)
+    except (RuntimeError, OSError, AttributeError) as error:  # no compiler, no memory, a torch without a loader
+        log.warning("kernels are not used on %s, but torch's operations: %s", device, error)
+        return None
+    if made.refused:
+        log.warning(
+            "on %s these kernels are not used, since their bits are not those of torch's operations: %s",
+            device,
+            ", ".join(sorted(made.refused)),
+        )
+    return made
 
 
 class _Manifest(Feature):
     name = "fused kernels"
     page = "gpus.md"
 
+    def check(self, assembly: Any, optimizers: Any) -> None:
+        _told()
+
     def ready(self, engine: Any) -> None:
-        device = engine.group.device
-        if not asynchronous(device) or device in _devices or not _asked(device):
+        device, told = engine.group.device, _told()
+        wanted = asynchronous(device) and (told == "1" or (not told and architecture(device) in RAN))
+        if not wanted or device in _devices or simulated(torch.empty(0, device=device)):
             return
         _devices.add(device)
-        words, names = text()
-        try:
-            launch = compiled(words, sorted(names), device)
-        except (RuntimeError, OSError, AttributeError) as error:  # no compiler, or a torch that has no way to load it
-            log.warning("kernels are not used on %s, but torch's operations: %s", device, error)
-            return
-        fused = Fused(launch, names)
-        fused.compare(device)
-        if fused.refused:
-            log.warning(
-                "on %s these kernels are not used, since their bits are not those of torch's operations: %s",
-                device,
-                ", ".join(sorted(fused.refused)),
-            )
-        stand_ins.update({(name, device): call for name, call in fused.stand_ins.items()})
+        if (made := _made(device)) is not None:
+            stand_ins.update({(name, device): call for name, call in made.stand_ins.items()})
 
 
 FEATURE = _Manifest()

@@ -45,9 +45,9 @@ extern "C" __global__ void quantise_(e4m3* raw, const float* masters, const floa
   if (at < numel) round_to(raw[at], masters[at] / scales[tile(first + at, columns, tall, broad, across)]);
 }
 
-#define DEQUANTISE(NAME, T)                                                                                     \
-  extern "C" __global__ void NAME(T* values, const e4m3* raw, const float* scales, int numel, int columns,      \
-                                  int tall, int broad, int across) {                                            \
-    int at = thread();                                                                                          \
-    if (at < numel) round_to(values[at], wide(raw[at]) * scales[tile(at, columns, tall, broad, across)]);       \
+#define DEQUANTISE(NAME, T)                                                                                           \
+  extern "C" __global__ void NAME(T* values, const e4m3* raw, const float* scales, int first, int numel, int columns, \
+                                  int tall, int broad, int across) {                                                  \
+    int at = thread();                                                                                                \
+    if (at < numel) round_to(values[at], wide(raw[at]) * scales[tile(first + at, columns, tall, broad, across)]);     \
   }

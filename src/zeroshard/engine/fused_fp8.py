@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import fp8
+from ..device import chunk
 from ..twins import DECLINED
-from .fusion import COUNT, LIMIT, READ, WARP, WORDS, Case, Function, Kernels, numbers
+from .fusion import LIMIT, READ, WARP, WORDS, Case, Function, Kernels, numbers
 
+_ROWS, _COLUMNS = 300, 160  # of the tensor that kernels are compared on: three rows of tiles, two of them across
 _DEQUANTISE = [f"dequantise_{WORDS[dtype]}" for dtype in READ]
 
 
@@ -23,58 +25,74 @@ class Eighths(Kernels):
     twins = (fp8.magnitudes, fp8.quantise_, fp8.dequantise_)
 
     def magnitudes(self, masters: Tensor, tiles: fp8.Grid, first: int) -> Any:
-        last = first + masters.numel()
-        if masters.dtype != torch.float32 or last >= LIMIT or not self.takes("largest", masters):
+        if not self._fits(tiles) or not self.takes("largest", [masters], [torch.float32]):
             return DECLINED
         most = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
         self.run(
-            "largest", -(-masters.numel() // 1024) * WARP, most, masters,
-            first, masters.numel(), tiles.columns, tiles.tall, tiles.wide, tiles.across,
+            "largest", -(-masters.numel() // 1024) * WARP, most, masters, first, masters.numel(), *_numbers(tiles),
         )  # fmt: skip
         return most
 
     def quantise_(self, raw: Tensor, masters: Tensor, scales: Tensor, tiles: fp8.Grid, first: int = 0) -> Any:
-        known = masters.dtype == scales.dtype == torch.float32 and first + raw.numel() < LIMIT
-        if not known or not self.takes("quantise_", raw, masters, scales):
+        tensors, dtypes = [raw, masters, scales], [fp8.BYTE, torch.float32, torch.float32]
+        if not self._fits(tiles) or not self.takes("quantise_", tensors, dtypes):
             return DECLINED
-        where = (tiles.columns, tiles.tall, tiles.wide, tiles.across)
-        self.run("quantise_", raw.numel(), raw, masters, scales, first, raw.numel(), *where)
+        self.run("quantise_", raw.numel(), *tensors, first, raw.numel(), *_numbers(tiles))
         return None
 
     def dequantise_(self, values: Tensor, raw: Tensor, scales: Tensor, tiles: fp8.Grid) -> Any:
-        name = f"dequantise_{WORDS.get(values.dtype)}"
-        known = values.dtype in READ
-        if not known or not self.takes(name, values, raw, scales):
+        name, tensors = f"dequantise_{WORDS.get(values.dtype)}", [values, raw, scales]
+        if not self._fits(tiles) or not self.takes(name, tensors, [values.dtype, fp8.BYTE, torch.float32]):
             return DECLINED
-        raw = raw.clone()  # it may lie where `values` does
-        where = (tiles.columns, tiles.tall, tiles.wide, tiles.across)
-        self.run(name, raw.numel(), values, raw, scales, raw.numel(), *where)
+        inside = values.untyped_storage()._cdata == raw.untyped_storage()._cdata
+        step = chunk(raw)
+        for at in range(0, raw.numel(), step):
+            part = raw[at : at + step]
+            part = part.clone() if inside else part  # it may lie where its numbers are written
+            self.run(name, part.numel(), values[at : at + step], part, scales, at, part.numel(), *_numbers(tiles))
         return None
+
+    @staticmethod
+    def _fits(tiles: fp8.Grid) -> bool:
+        return tiles.rows * tiles.columns < LIMIT  # places in the tensor, of which this rank may have a part
 
     @staticmethod
     def cases(device: torch.device) -> Iterator[Case]:
         for scaling in fp8.TILES:
-            yield Case(["largest"], fp8.magnitudes, partial(_eighths, scaling, "magnitudes", torch.float32, device))
-            yield Case(["quantise_"], fp8.quantise_, partial(_eighths, scaling, "quantise_", torch.float32, device))
-            for dtype, name in zip(READ, _DEQUANTISE, strict=True):
-                yield Case([name], fp8.dequantise_, partial(_eighths, scaling, "dequantise_", dtype, device))
+            for spoiled in (False, True):
+                how = partial(_eighths, scaling, spoiled)
+                yield Case(["largest"], fp8.magnitudes, partial(how, "magnitudes", torch.float32, device))
+                yield Case(["quantise_"], fp8.quantise_, partial(how, "quantise_", torch.float32, device))
+                for dtype, name in zip(READ, _DEQUANTISE, strict=True):
+                    yield Case([name], fp8.dequantise_, partial(how, "dequantise_", dtype, device))
 
 
-def _eighths(scaling: str, what: str, dtype: torch.dtype, device: torch.device, call: Function) -> list[Tensor]:
-    """Take the magnitudes of a part of a tensor, round it to 8 bits, or read all of it."""
-    tiles, values = fp8.grid((COUNT // 160, 160), scaling), numbers(COUNT, device, 5)
+def _numbers(tiles: fp8.Grid) -> tuple[int, ...]:
+    return tiles.columns, tiles.tall, tiles.wide, tiles.across
+
+
+def _eighths(
+    scaling: str, spoiled: bool, what: str, dtype: torch.dtype, device: torch.device, call: Function
+) -> list[Tensor]:
+    """Take the magnitudes of a part of a tensor, round it to 8 bits, or read all of it.
+
+    spoiled: a tile has a number that is none, so that all of it is none.
+    """
+    tiles, numel = fp8.grid((_ROWS, _COLUMNS), scaling), _ROWS * _COLUMNS
+    part, values = slice(77, 77 + 46 * 1024 + 9), numbers(numel, device, 5)  # its last warp has nine elements
+    if not spoiled:
+        values = values.nan_to_num(1.0, 2.0, 3.0).clamp(-1e6, 1e6)
     if what == "magnitudes":
-        return [call(values[77:-99], tiles, 77).clamp(max=0x7F800000)]  # what is above it is NaN, whatever its bits say
-    values = values.nan_to_num(1.0, 2.0, 3.0).clamp(-1e6, 1e6)
+        return [call(values[part], tiles, 77).clamp(max=0x7F800000)]  # what is above it is NaN, whatever its bits say
     scales = fp8.as_fp32(fp8.scales_of(values, tiles))
-    raw = torch.zeros(COUNT, dtype=fp8.BYTE, device=device)
+    raw = torch.zeros(numel, dtype=fp8.BYTE, device=device)
     if what == "quantise_":
-        call(raw[77:-99], values[77:-99], scales, tiles, 77)
-        return [raw]
-    raw.copy_(torch.arange(COUNT, device=device).remainder_(256))
-    memory = torch.zeros(COUNT, dtype=dtype, device=device)
-    memory.view(fp8.BYTE)[-COUNT:].copy_(raw)  # the bytes rest at the end of what is read
-    call(memory, memory.view(fp8.BYTE)[-COUNT:], scales, tiles)
+        call(raw[part], values[part], scales, tiles, 77)
+        return [torch.where(raw & 0x7F == 0x7F, 0x7F, raw)]  # NaN has two
+    raw.copy_(torch.arange(numel, device=device).remainder_(256))
+    memory = torch.zeros(numel, dtype=dtype, device=device)
+    memory.view(fp8.BYTE)[-numel:].copy_(raw)  # the bytes rest at the end of what is read
+    call(memory, memory.view(fp8.BYTE)[-numel:], scales, tiles)
     return [memory]
 
 

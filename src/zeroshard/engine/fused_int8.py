@@ -25,7 +25,8 @@ class Codes(Kernels):
     twins = (int8.encode_blocks,)
 
     def encode_blocks(self, rows: Tensor, values: Tensor, seeds: Tensor, places: Tensor) -> Any:
-        if not self.takes("encode_", rows, values, seeds, places):
+        dtypes = [int8.BYTE, torch.float32, torch.int32, torch.int32]
+        if not self.takes("encode_", [rows, values, seeds, places], dtypes):
             return DECLINED
         self.run("encode_", rows.shape[0] * WARP, rows, values, seeds, places, rows.shape[0])
         return None
@@ -37,7 +38,9 @@ class Codes(Kernels):
         def made(word: str, seed: int) -> Any:
             if word in dtypes:
                 return numbers(COUNT, device, seed).to(dtypes[word])
-            return int8.Coded(_coded(device, seed, unwrap(int8.encode_blocks))[0].view(-1))
+            (rows,) = _coded(device, seed, unwrap(int8.encode_blocks))
+            rows[BLOCK // 4, 5] = 0x80  # which is no code beside a scale that is positive, and read as any other
+            return int8.Coded(rows.view(-1))
 
         yield Case(["encode_"], int8.encode_blocks, partial(_coded, device, 7))
         yield from fold_cases(_FOLDS, made)

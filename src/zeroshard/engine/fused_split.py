@@ -21,13 +21,14 @@ class Halves(Kernels):
     twins = (join_, split_)
 
     def join_(self, master: Tensor, param: Tensor, lower: Tensor, ties: Tensor) -> Any:
-        if param.dtype != torch.bfloat16 or not self.takes("join_", master, param, lower, ties):
+        dtypes = [torch.float32, torch.bfloat16, torch.int16, torch.uint8]
+        if not self.takes("join_", [master, param, lower, ties], dtypes):
             return DECLINED
         self.run("join_", master.numel(), master, param, lower, ties, master.numel())
         return None
 
     def split_(self, master: Tensor, lower: Tensor, ties: Tensor) -> Any:
-        if not self.takes("split_", master, lower, ties):
+        if not self.takes("split_", [master, lower, ties], [torch.float32, torch.int16, torch.uint8]):
             return DECLINED
         self.run("split_", -(-master.numel() // 8), lower, ties, master, master.numel(), writes=2)
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,13 +53,14 @@ class Kernels:
     def run(self, name: str, threads: int, *args: Any, writes: int = 1) -> None:
         self._launch(name, threads, args, writes)
 
-    def takes(self, name: str, *tensors: Tensor) -> bool:
-        """Tell if a kernel may be used, and can read these tensors as runs of numbers."""
+    def takes(self, name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] = ()) -> bool:
+        """Tell if a kernel may be used, and can read these tensors as runs of numbers of these dtypes, if given."""
         device = tensors[0].device
         return (
             name in self.usable
             and not simulated(tensors[0])
             and all(each.device == device and each.numel() < LIMIT and each.is_contiguous() for each in tensors)
+            and (not dtypes or [each.dtype for each in tensors] == [*dtypes])
         )
 
 
@@ -80,8 +82,8 @@ FOLDS += [("double", "double", "double")]
 
 def fold_cases(folds: Sequence[tuple[str, str, str]], made: Callable[[str, int], Any]) -> Iterator[Case]:
     """Yield calls of these sums. made: numbers of a dtype's word, by a seed."""
-    for how in ((1, False, 1, 1), (3, False, 1, 3), (2, True, 4, 4), (11, True, 3, 6)):  # the last by two kernels
-        for kinds in folds:
+    for how in ((1, False, 1, 1), (3, False, 1, 3), (2, True, 4, 4), (11, True, 3, 6), (10, False, 1, 5)):
+        for kinds in folds:  # the last two by two kernels each
             yield Case([fold_name(*kinds)], fold, partial(_folded, kinds, how, made))
 
 
@@ -91,17 +93,25 @@ def _folded(kinds: tuple[str, str, str], how: tuple[int, bool, int, int], made: 
     sent = [made(kinds[2], 2 + number) for number in range(pieces)]
     if begun and kinds[0] == kinds[1]:
         start = total  # as a sum that goes on where it rests
+    if not begun and kinds[0] == kinds[2]:
+        sent[-1] = total  # as a contribution that lies where the sum will
     call(total, sent, start=start if begun else None, times=times, over=over)
     return [total]
 
 
-def numbers(count: int, device: torch.device, seed: int) -> Tensor:
-    """Return fp32 of many magnitudes, of which some are subnormal, infinite, halfway between two bfloat16, or none."""
+@functools.lru_cache(maxsize=64)
+def _drawn(count: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randn(count, generator=generator, device="cpu")
-    drawn *= torch.exp2(torch.randint(-20, 12, (count,), generator=generator, device="cpu").float())
+    drawn = torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")
+    drawn *= torch.exp2(torch.randint(-20, 12, (count,), generator=generator, device="cpu").to(torch.float32))
     drawn[::5] *= 2.0**-127
     bits = [0x7F800000, -0x800000, 0x7FC00001, -0x3FFFFF, -0x80000000, 0, 0x7F7FFFFF, 1, 0x3F808000, 0x3F818000]
-    special = torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32)
-    drawn[: count // 2 : 131] = special.repeat(count)[: len(drawn[: count // 2 : 131])]
-    return drawn.to(device)
+    special = torch.tensor(bits, dtype=torch.int32, device="cpu").view(torch.float32).roll(seed)
+    places = drawn[: count // 2 : 131]
+    places.copy_(special.repeat(len(places) // len(bits) + 1)[: len(places)])
+    return drawn
+
+
+def numbers(count: int, device: torch.device, seed: int) -> Tensor:
+    """Return fp32 of many magnitudes, of which some are subnormal, infinite, halfway between two bfloat16, or NaN."""
+    return _drawn(count, seed).to(device, copy=True)

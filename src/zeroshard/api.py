@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .engine.finite import Finding
     from .engine.moving import MovingAverage
     from .explain.document import Page
+    from .integrations.streaming import WeightStream
 
 log = logging.getLogger("zeroshard")
 Batch = TypeVar("Batch")
@@ -400,6 +401,25 @@ class Zero:
         self._engine.meet_for_checkpoint("exporting")
         with self._engine.ledger.during("export"):
             export.export(self._engine.model_state(), folder, file_nbytes=file_nbytes, dtype=dtype, overwrite=overwrite)
+
+    @_meeting
+    def stream(self, *, dtype: torch.dtype | None = None) -> WeightStream:
+        """Give the weights to another program in this process, whole and by name, on every rank.
+
+            for name, tensor in zero.stream(dtype=torch.bfloat16):
+                engine.load_weights([(name, tensor)])
+
+        dtype: of all floating-point tensors, cast from the masters where there are any; None: each one's own.
+
+        The names are those of `model.state_dict()`, of a tied parameter the first. `tensors` of what this returns has
+        each name's shape, dtype and ties, in the order in which they come, before anything is gathered; it can be
+        iterated over after any step. One bucket is alive at a time, counted in the ledger as "gather" in the phase
+        "export": a tensor's memory is taken back when the loop goes on, so copy what you keep. After a step. Every rank
+        iterates; one that leaves its loop early gathers the rest for the others. Raises on every rank. Collective.
+        """
+        from .integrations.streaming import WeightStream
+
+        return WeightStream(self._engine, dtype)
 
     @_meeting
     def unshard(self) -> None:

@@ -33,6 +33,7 @@ from ..digests import raw
 from ..engine.buffer import Buffer
 from ..errors import CheckpointError, UserError
 from ..fields import check_flag
+from ..layout import Slot
 from ..ranks.agreement import Group
 from ..ranks.together import Together
 from ..stage import Degree
@@ -268,7 +269,7 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
     return [(file, os.path.getsize(folder.target / file)) for file in weights.files]
 
 
-def _write_strips(weights: Weights, name: str, start: int, values: Tensor, strips: Strips) -> None:
+def _write_strips(weights: Any, name: str, start: int, values: Tensor, strips: Strips) -> None:
     """Write values of elements from `start` on, counted along a parameter's strips."""
     at = 0
     for low, high in strips.rows_of(start, start + values.numel()):
@@ -291,7 +292,7 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
     folder, weights = Folder(target, group.describe(owner())[0]), None
     lost = "the weights were not exported; what was there before is as it was"
     together = Together(group, lambda told: CheckpointError(lost, where=str(target), got="; ".join(told)))
-    whole, adapted = _whole(running), adapters.is_adapted(running.model)
+    whole, adapted = held_whole(running), adapters.is_adapted(running.model)
     try:
         with together:
             together.answer = adapters.names(running.model) if adapted and group.rank == 0 else {}
@@ -308,13 +309,13 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
             slots = [slot for slot in buffer.bucket.slots if not adapted or slot.name in chosen]
             if not slots:
                 continue
-            with _gathered(buffer, wanted, together) as own:
-                for part, flat in _parts(buffer, own, group):
+            with gathered(buffer, wanted, together) as own:
+                for part, flat in each_part(buffer, own, group):
                     with together.noting():
                         if weights is not None and not together.failed:
                             for slot in slots:
                                 name, values = chosen.get(slot.name, [slot.name])[0], flat[slot.start : slot.stop].cpu()
-                                _write_strips(weights, name, part * slot.numel, values, buffer.among(slot).strips)
+                                place(weights, name, buffer, slot, part, values)
         with together:
             if weights is not None and not together.failed:
                 for name, tensor in whole.items():
@@ -337,14 +338,19 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
             weights.close()
 
 
-def _whole(running: ModelState) -> dict[str, Tensor]:
+def held_whole(running: ModelState) -> dict[str, Tensor]:
     """Return what every rank holds whole: buffers, and parameters that zeroshard was told to leave alone."""
     managed = {record.name for record in running.managed}
     return dict(persistent(running.model)) | {n: p for n, p in running.model.named_parameters() if n not in managed}
 
 
+def place(into: Any, name: str, buffer: Buffer, slot: Slot, part: int, values: Tensor) -> None:
+    """Write one part of a parameter, of those that `each_part` yields, to where it lies in the whole one."""
+    _write_strips(into, name, part * slot.numel, values, buffer.among(slot).strips)
+
+
 @contextlib.contextmanager
-def _gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Tensor]:
+def gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Tensor]:
     """Gather a bucket on every rank as it is written: each casts what it owns, or the part of it that it updates."""
     flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
     low, high = buffer.bucket.shard(buffer.team.position)
@@ -362,7 +368,7 @@ def _gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Te
         buffer.tier.give_back("gather", flat)
 
 
-def _parts(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+def each_part(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield (part, gathered bucket) on every rank; along an axis each team's in turn, since each holds other rows."""
     if not buffer.bucket.along:
         yield 0, own

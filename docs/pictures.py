@@ -143,7 +143,19 @@ def measure() -> None:
     curves, rest = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for stage in range(4):
-            words = ["train", "--ranks", "4", "--size", "small", "--steps", "4", "--stage", f"{stage}"]
+            words = [
+                "train",
+                "--ranks",
+                "4",
+                "--size",
+                "small",
+                "--steps",
+                "4",
+                "--transport",
+                "gloo",
+                "--stage",
+                f"{stage}",
+            ]
             words += ["--out", f"{folder}/{stage}"]
             subprocess.run([sys.executable, "-m", "zeroshard", *words], check=True)
             run = json.loads(Path(folder, str(stage), "explain.json").read_text())["run"]

@@ -8,7 +8,7 @@ from torch import nn
 
 import zeroshard
 
-TOKENS, LENGTH, GOAL = 16, 8, 3  # it shall write GOAL as often as it can
+TOKENS, LENGTH, GOAL = 16, 8, 3  # it is rewarded for each GOAL that it writes
 
 
 def build():

@@ -411,15 +411,18 @@ class Zero:
 
         dtype: of all floating-point tensors, cast from the masters where there are any; None: each one's own.
 
-        The names are those of `model.state_dict()`, of a tied parameter the first. `tensors` of what this returns has
-        each name's shape, dtype and ties, in the order in which they come, before anything is gathered; it can be
-        iterated over after any step. One bucket is alive at a time, counted in the ledger as "gather" in the phase
-        "export": a tensor's memory is taken back when the loop goes on, so copy what you keep. After a step. Every rank
-        iterates; one that leaves its loop early gathers the rest for the others. Raises on every rank. Collective.
+        The names are those of `model.state_dict()`, of a tied parameter the first; buffers are rank 0's. `tensors` of
+        what this returns has each name's shape, dtype and ties, in the order in which they come, before anything is
+        gathered. Iterate again after any later step. One bucket is alive at a time, counted in the ledger as "gather"
+        in the phase "export". A tensor's memory is taken back when the loop goes on, so copy what you keep, in the
+        stream that is current there.
+
+        Every rank iterates; one that leaves its loop early gathers the rest for the others. A value that the dtype
+        cannot hold is a `UserError` on every rank, and so is a `StateError` a step inside the loop. Collective.
         """
         from .integrations.streaming import WeightStream
 
-        return WeightStream(self._engine, dtype)
+        return WeightStream(self, dtype)
 
     @_meeting
     def unshard(self) -> None:

@@ -719,8 +719,9 @@ def checked_on_the_page():
 
 
 @pytest.mark.full
-def test_the_page_shows_what_a_check_predicts():
+def test_the_page_shows_what_a_check_predicts(monkeypatch):
     """Every total at rest and every highest peak of docs/planning.md's table, on both ranks at all stages."""
+    monkeypatch.setattr(comm, "AUTO", "auto")
     words, (_, _, *rows, last) = checked_on_the_page()
     job = words.split()[1]
     cells = [row.split()[-3:] for row in rows]

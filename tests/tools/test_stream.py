@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -75,17 +76,24 @@ def leaves_early(stage):
         if zero.rank == 1:
             break
     trained(model, optimizer, zero, 1)
-    again = {name: tensor.clone() for name, tensor in weights}
+    assert torch.is_grad_enabled()
+    again = {}
+    for name, tensor in weights:
+        assert torch.is_grad_enabled()  # the loop's body is the program's
+        again[name] = tensor.clone()
     with zero.gathered():
-        shown = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return took, all(torch.equal(again[name], tensor) for name, tensor in shown.items()), len(shown) == len(again)
+        return took, again, {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_leaves_early_keeps_no_other_waiting(ranks, stage):
-    """It gathers the rest for them; and the stream gives the weights of a later step when it is iterated over again."""
+    """It gathers the rest for them. Iterated over again the stream gives the weights of then, and rank 0's buffers."""
+    (took, again, shown), (other, its, own) = ranks.run(2, leaves_early, stage)
     everything = 2 * 4 + 3  # weights and biases, and the buffers of a batch norm
-    assert ranks.run(2, leaves_early, stage) == [(everything, True, True), (1, True, True)]
+    assert (took, other) == (everything, 1)
+    assert not torch.equal(shown["1.running_mean"], own["1.running_mean"])
+    for came in (again, its):
+        assert came.keys() == shown.keys() and all(torch.equal(came[name], tensor) for name, tensor in shown.items())
 
 
 def held():
@@ -120,6 +128,46 @@ def too_large():
 def test_a_value_that_the_dtype_cannot_hold_is_an_error_on_every_rank(ranks):
     for said in ranks.run(2, too_large):
         assert "the weights were not streamed" in said and "a value is too large for the dtype" in said
+
+
+def steps_inside():
+    model, optimizer, zero = sharded(3)
+    trained(model, optimizer, zero, 0)
+    try:
+        for _ in zero.stream():
+            trained(model, optimizer, zero, 1)
+    except StateError as error:
+        trained(model, optimizer, zero, 2)
+        return str(error)
+
+
+def test_a_step_inside_the_loop_is_refused_on_every_rank(ranks):
+    """Later buckets would have other weights."""
+    for said in ranks.run(2, steps_inside):
+        assert "the model was trained while its weights were streamed" in said and "got: " in said
+
+
+def too_large_for_others():
+    _, _, zero = sharded(3, layout=Layout(bucket_mib=0.001))
+    with zero.gathered(), torch.no_grad():
+        for parameter in zero.model[3].parameters():
+            parameter.view(-1)[:] = 1e6
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("zeroshard").addHandler(handler)
+    try:
+        for _ in zero.stream(dtype=torch.float16):
+            if zero.rank == 1:
+                break
+    except UserError as error:
+        return str(error)
+    return said[0]
+
+
+def test_a_rank_that_has_left_logs_what_ended_the_others_loop(ranks):
+    first, second = ranks.run(2, too_large_for_others)
+    assert first.startswith("the weights were not streamed")
+    assert second.startswith("this rank had left its loop over zero.stream(...) when it ended: the weights were not")
 
 
 def asked(**settings):

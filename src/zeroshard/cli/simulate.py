@@ -57,7 +57,8 @@ def show_simulation(
     replicas, ordered = comm.rows or 1, comm.reduce != "native"
     check_experts(layout, ep, ranks, replicas=None if replicas == 1 else replicas)
     made["layout"] = layout.on(accelerator=True)
-    made["comm"] = comm.on_accelerators()  # as the clock is one of GPUs
+    # As the clock is one of GPUs: messages, unless ranks have one copy of the parameters.
+    made["comm"] = comm.sharing(once=bool(offload and offload.once)).on_accelerators()
     comparable = comm.reduce == "ordered" and replicas == 1 and not ep and comm.transport != "shared"
     found = []
     for one in rank:

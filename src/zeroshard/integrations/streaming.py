@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,24 +12,28 @@ from torch import Tensor
 
 from ..checkpoint.content import ModelState
 from ..engine.buffer import Buffer
-from ..errors import UserError
+from ..errors import Error, StateError, UserError
+from ..numerics import as_bytes
 from ..ranks.together import Together
 from .export import Kind, Wanted, each_part, gathered, held_whole, place
 
 if TYPE_CHECKING:
-    from ..sharded import Engine
+    from ..api import Zero
+
+log = logging.getLogger("zeroshard")
 
 
 class WeightStream:
     """The weights of a running model, gathered while they are iterated over, on every rank: (name, whole tensor).
 
-    Names, shapes and dtypes are known before (`tensors`). It can be iterated over again, and gives the weights of then.
+    Names, shapes and dtypes are known before (`tensors`). Iterated over again, it gives the weights as they are then.
     """
 
-    def __init__(self, engine: Engine, dtype: torch.dtype | None) -> None:
+    def __init__(self, zero: Zero, dtype: torch.dtype | None) -> None:
         """dtype: see `Zero.stream`. Collective."""
+        engine = zero._engine
         engine.group.same("zero.stream(...)", lambda: {"dtype": str(dtype)})
-        self._engine, self._wanted = engine, Wanted(1, dtype, overwrite=False)
+        self._zero, self._wanted = zero, Wanted(1, dtype, overwrite=False)
         running, of = engine.model_state(), self._wanted.of
         found = {r.name: Kind(running.shape(r), of(r.param.dtype), r.names) for r in running.managed}
         found |= {name: Kind(tuple(each.shape), of(each.dtype), [name]) for name, each in held_whole(running).items()}
@@ -40,21 +45,39 @@ class WeightStream:
         return len(self.tensors)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Gather. A rank that leaves the loop early gathers the rest for the others, without a word."""
-        engine = self._engine
-        engine.meet_for_checkpoint("streaming")
-        running, wanted, taken = engine.model_state(), self._wanted, True
+        """Gather bucket by bucket. A rank that leaves the loop early gathers the rest for the others."""
+        engine = self._zero._engine
+        engine.refuse_within()
+        with engine.group.as_one():
+            engine.meet_for_checkpoint("streaming")
+        running, steps, left = engine.model_state(), engine.group.progress.steps, False
         together = Together(engine.group, lambda told: UserError("the weights were not streamed", got="; ".join(told)))
         with engine.ledger.during("export"):
-            for buffer in running.buffers:
-                with torch.no_grad(), _held(running, buffer, wanted, together) as whole:
+            for buffer in [*running.buffers, None]:
+                if engine.group.progress.steps != steps and not left:
+                    raise StateError(
+                        "the model was trained while its weights were streamed",
+                        got=f"{engine.group.progress.steps - steps} steps between two of its buckets",
+                        instead="the step after the loop over zero.stream(...)",
+                    )
+                with contextlib.ExitStack() as holding:
                     try:
-                        for name, tensor in whole.items() if taken else ():
-                            yield name, tensor
+                        with engine.group.as_one(), torch.no_grad():
+                            if buffer is not None:
+                                whole = _bucket(running, buffer, self._wanted, together, holding)
+                            else:
+                                whole = _copied(running, self._wanted, together)
+                    except Error as error:
+                        if not left:
+                            raise
+                        log.warning("this rank had left its loop over zero.stream(...) when it ended: %s", error)
+                        return
+                    try:
+                        for name in [] if left else [*whole]:
+                            yield name, whole.pop(name)  # so that no reference stays here
                     except GeneratorExit:
-                        taken = False
-            for name, tensor in held_whole(running).items() if taken else ():
-                yield name, wanted.cast(name, tensor.detach(), tensor.dtype)
+                        left = True
+                    whole.clear()
 
 
 class _Room:
@@ -68,23 +91,43 @@ class _Room:
         self.tensors[name][start : start + values.numel()] = values
 
 
-@contextlib.contextmanager
-def _held(running: ModelState, buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[dict[str, Tensor]]:
-    """Hold the whole tensors of a bucket: views of it, or put together, where other ranks have other parts of them."""
+def _bucket(
+    running: ModelState, buffer: Buffer, wanted: Wanted, together: Together, holding: contextlib.ExitStack
+) -> dict[str, Tensor]:
+    """Gather the whole tensors of a bucket: views of it, or put together, where other ranks have other parts of them.
+
+    holding: gives their memory back as it is closed.
+    """
     slots, tier = buffer.bucket.slots, buffer.tier
     shapes = {slot.name: torch.Size(buffer.among(slot).shape) for slot in slots}
-    with gathered(buffer, wanted, together) as own:
+    if all(shapes[slot.name] == slot.shape for slot in slots):
+        own = holding.enter_context(gathered(buffer, wanted, together))
         with together:
             pass  # a rank may have found a value that the dtype cannot hold
-        if all(shapes[slot.name] == slot.shape for slot in slots):
-            yield {slot.name: own[slot.start : slot.stop].view(slot.shape) for slot in slots}
-            return
-        memory = tier.reserve("gather", sum(shape.numel() for shape in shapes.values()), own.dtype)
-        try:
-            room = _Room(memory, shapes)
-            for part, flat in each_part(buffer, own, running.group):
-                for slot in slots:
-                    place(room, slot.name, buffer, slot, part, flat[slot.start : slot.stop])
-            yield {name: room.tensors[name].view(shape) for name, shape in shapes.items()}
-        finally:
-            tier.give_back("gather", memory)
+        return {slot.name: own[slot.start : slot.stop].view(slot.shape) for slot in slots}
+    memory = tier.reserve("gather", sum(shape.numel() for shape in shapes.values()), wanted.of(buffer.dtype))
+    holding.callback(tier.give_back, "gather", memory)
+    room = _Room(memory, shapes)
+    with gathered(buffer, wanted, together) as own:
+        for part, flat in each_part(buffer, own, running.group):
+            for slot in slots:
+                place(room, slot.name, buffer, slot, part, flat[slot.start : slot.stop])
+        with together:
+            pass
+    return {name: room.tensors[name].view(shape) for name, shape in shapes.items()}
+
+
+def _copied(running: ModelState, wanted: Wanted, together: Together) -> dict[str, Tensor]:
+    """Copy what every rank holds whole, buffers for one: rank 0's, as an export has them."""
+    found = {}
+    for name, tensor in held_whole(running).items():
+        copy = torch.zeros(tensor.shape, dtype=wanted.of(tensor.dtype), device=tensor.device)
+        with together.noting():
+            copy.copy_(wanted.cast(name, tensor.detach(), tensor.dtype))
+        sent = as_bytes(copy).to(running.group.device)
+        running.group.broadcast(sent)
+        as_bytes(copy).copy_(sent)
+        found[name] = copy
+    with together:
+        pass
+    return found

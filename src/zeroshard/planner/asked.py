@@ -80,12 +80,14 @@ class Asked(NamedTuple):
     def talk(self, stage: int) -> Comm:
         """Return how a job's ranks talk at a stage: on accelerators by messages, whatever "auto" is elsewhere."""
         over: Literal["team", "all"] = "all" if self.comm.optimizer == "all" and stage else "team"
-        told = self.comm.on_accelerators() if self.gpus_per_node is not None or self.by_unit else self.comm
+        accelerators = self.by_unit or self.gpus_per_node is not None or self.gpu_mem is not None
+        told = self.comm.sharing(once=self.once)
+        told = told.on_accelerators() if accelerators else self.comm
         return replace(told, optimizer=over)
 
     @property
     def shared(self) -> bool:
-        """Do ranks that shard together read each other's memory? Numbers and shapes may be for GPUs: if they say so."""
+        """Do ranks that shard together read each other's memory? Of a number and shapes: only if told to."""
         return self.comm.sharing(once=self.once).wanted == "shared"
 
     @property

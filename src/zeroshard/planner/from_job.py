@@ -58,6 +58,8 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
         f"{again.activations:,} with every unit recomputed",
         "what operators take while they run, and the optimizer inside its step, comes on top: measured, not planned",
     ]
+    if one.zero._engine.group.team.shares:
+        notes.append('as ranks of one host, which share memory; elsewhere: Comm(transport="gloo")')
     masters = {buffer.masters for stage in asked.stages for buffer in runs[stage].zero._engine.buffers}
     if asked.precision and asked.precision.split_master and Master.ALONE in masters:
         notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")

@@ -89,7 +89,10 @@ Stage = Annotated[
 LocalRanks = Annotated[int | None, unset(COMMON, "Local processes to start. [dim]\\[default: 1, or torchrun's][/dim]")]
 Over = Annotated[
     Transport,
-    option(RUN, "How CPU ranks exchange: gloo's messages, or shared memory, for ranks of one host; the same bits."),
+    option(
+        RUN,
+        "How CPU ranks exchange data: gloo's messages, or memory that ranks of one host share. auto: if they can.",
+    ),
 ]
 Sums = Annotated[
     Reduce,

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib.util
 import json
+import os
 import re
 import resource
 from functools import partial
@@ -572,6 +573,13 @@ def test_prefetch_is_planned():
     assert held[0] == 0 < held[1]
     with pytest.raises(UserError, match="prefetch counts units"):
         zeroshard.plan(EXAMPLE, comm=Comm(prefetch=-1))
+
+
+def test_a_check_simulates_messages_where_memory_cannot_be_shared(monkeypatch):
+    asked = check.Check("jobs:mlp", 2, (2,), options={"transport": "auto"})
+    assert asked.settings("", 2)["comm"].transport == "auto"
+    monkeypatch.delattr(os, "memfd_create")
+    assert asked.settings("", 2)["comm"].transport == "gloo"
 
 
 def test_a_job_s_ranks_share_memory_by_default_on_one_host(monkeypatch):

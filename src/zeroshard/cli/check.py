@@ -39,8 +39,15 @@ class Check:
 
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
         """Make the policies for `shard` and `simulate`; files go to `folder`."""
+        from zeroshard.ranks.shared_memory import possible
+
         offload = offload_of(self.offload, folder if "nvme" in self.offload.values() else "")
-        return policies(self.options) | {"offload": offload}
+        made = policies(self.options) | {"offload": offload}
+        try:
+            possible()
+        except OSError:  # here ranks send messages, and the simulation has to know
+            made["comm"] = made["comm"].on_accelerators()
+        return made
 
 
 def check(asked: Check, *, as_json: bool = False) -> int:

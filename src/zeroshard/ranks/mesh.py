@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from ..errors import UserError
 from ..events import Ledger
+from ..numerics import simulated
 from ..stage import Seat, seat, seat_along
 from .agreement import Group, Progress
 from .comm import Comm, Simulated, Transport
@@ -34,7 +35,8 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     if tensor is not None:
         return _beside(parent, tensor, settings, ledger, device)
     if isinstance(parent, Simulated):
-        sits, shares = _seat(parent.rank, parent.ranks, settings), _transport(settings, device) != "gloo"
+        sits, how = _seat(parent.rank, parent.ranks, settings), _transport(settings, device)
+        shares = how == "shared" or (how == "auto" and simulated(torch.empty(0, device=device)))
         place = seat_along(parent.rank, _axes(parent, settings), axis) if axis else None
         other = None if place is None else Team(ledger, device, place, shares=shares)
         return Group(Team(ledger, device, sits, shares=shares), parent.rank, parent.ranks, other)

@@ -396,9 +396,7 @@ class Groups:
         alike = f"has replicas={sits.summed}" + " that each keep a part" * sits.by_part + ", as hosts" * sits.hosts
         alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
-        needed = sum(each.sockets for each in wanted) + sits.size * (
-            transport == "shared"
-        )  # "auto" sends messages if too few are left
+        needed = sum(each.sockets for each in wanted) + sits.size * (transport == "shared")  # "auto" can do without
         if self.queued:
             prepare(len(_in_queues()) + len(self.queues))
         try:

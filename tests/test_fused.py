@@ -75,7 +75,11 @@ WRONG = {  # a part of the text, what stands there in its place, and a kernel th
     ),
     "another tile": ("atomicMax(most + own, found), found = 0", "atomicMax(most + own, found)", "largest"),
     "a tile without a number": ("bits = 0x7F;  // 480", "bits = 0x7E;  // 480", "quantise_"),
-    "scales that are none": ("wide(raw[at]) * scales[tile(", "wide(raw[at]) * notnan(scales[tile(", "dequantise_bf16"),
+    "scales that are none": (
+        "* scales[tile(first + at, columns, tall, broad, across)]);",
+        "* notnan(scales[tile(first + at, columns, tall, broad, across)]));",
+        "dequantise_bf16",
+    ),
     "a code of -128": ("own == -128 && scale < 0", "own == -128", "fold_float_float_code"),
     "halfway between two": ("+ 0x7FFF + (bits >> 16 & 1)) >> 16", "+ 0x8000) >> 16", "fold_bf16_bf16_float"),
     "an infinite block": ("bits == 0x7F800000 ? width - 2", "bits == 0x7F800000 ? width - 1", "add_to_bins"),
@@ -96,9 +100,7 @@ def test_a_kernel_that_is_wrong_is_found(name):
     """A mistake planted in the text: the comparison sees it."""
     (text, names), (right, wrong, kernel) = fused.text(), WRONG[name]
     assert text.count(right) == 1
-    planted = WRONG_TEXT + text.replace(right, wrong).replace(
-        "broad, across)]);     \\", "broad, across)]));     \\" if "notnan" in wrong else "broad, across)]);     \\"
-    )
+    planted = WRONG_TEXT + text.replace(right, wrong)
     made = fused.Fused(compiler.on_the_host(planted, names, torch.device("cpu")), names)
     made.compare(torch.device("cpu"))
     assert kernel in made.refused

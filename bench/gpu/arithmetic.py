@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import bins, device, fp8, halves, int8, numerics
+from zeroshard import bins, fp8, halves, int8, numerics
 from zeroshard.cli import reference
 from zeroshard.engine import fused
 from zeroshard.layout import Layout, Spec, partition
@@ -36,12 +36,11 @@ def kernels(kind: str) -> dict[str, str]:
     """Compile them as `ZEROSHARD_KERNELS=1` does, and compare each."""
     compiler_of(kind)
     place = torch.empty(0, device=kind).device
-    text, names = fused.text()
-    made = fused.Fused(device.compiled(text, sorted(names), place), names)
+    made = fused.build(place)
     made.compare(place)
     return {
         name: "" if name not in made.refused else "its bits are not those of torch's operations"
-        for name in sorted(names)
+        for name in sorted(fused.text()[1])
     }
 
 

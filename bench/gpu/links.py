@@ -100,9 +100,7 @@ def own_kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
     """Seconds of the same where `ZEROSHARD_KERNELS=1` has replaced torch's operations."""
     compiler_of(kind)
     place = torch.empty(0, device=kind).device
-    text, names = fused.text()
-    made = fused.Fused(device.compiled(text, sorted(names), place), names)
-    twins.stand_ins |= {(name, place): call for name, call in made.stand_ins.items()}
+    twins.stand_ins |= {(name, place): call for name, call in fused.build(place).stand_ins.items()}
     return kernels(kind, sizes)
 
 

@@ -188,11 +188,16 @@ def _told() -> str:
     return told
 
 
+def build(device: torch.device) -> Fused:
+    """Compile all kernels for a device. Raises what `device.compiled` raises."""
+    words, names = text()
+    return Fused(compiled(words, sorted(names), device), names)
+
+
 def _made(device: torch.device) -> Fused | None:
     """Compile and compare all kernels. None if that cannot be done, which the log says."""
-    words, names = text()
     try:
-        made = Fused(compiled(words, sorted(names), device), names)
+        made = build(device)
         made.compare(device)
     except (RuntimeError, OSError, AttributeError) as error:  # no compiler, no memory, a torch without a loader
         log.warning("kernels are not used on %s, but torch's operations: %s", device, error)

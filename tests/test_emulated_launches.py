@@ -15,6 +15,7 @@ import zeroshard
 from emulated import sites
 from emulated.device import device
 from zeroshard import Comm, Layout, Precision
+from zeroshard.engine import sums
 
 WIDTH, BLOCKS = 16, 4
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
@@ -125,3 +126,48 @@ def test_a_bucket_costs_so_many_launches(world):
         averages = {key: found.pop(key) for key in [*found] if key[0] == "average_"}  # of norms and clips as well
         assert found == {key: BLOCKS * number for key, number in per_bucket.items()}
         assert sum(averages.values()) <= 2 * BLOCKS
+
+
+def streams_of_sums(stage, backwards):
+    """By stream, how many kernels of a step's sums ran there."""
+    model, optimizer, _ = sharded(stage, "bf16")
+    one_step(model, optimizer, 0, backwards)
+    launch, found = device().launch, Counter()
+
+    def noted(name, run, accesses=(), queue=None):
+        if any("numerics.py" in str(frame) and str(frame).endswith("fold") for frame in sites.stack()):
+            found["backward's" if device().current is device().machine.default else device().current.name] += 1
+        return launch(name, run, accesses, queue)
+
+    device().launch = noted
+    try:
+        one_step(model, optimizer, 1, backwards)
+    finally:
+        device().launch = launch
+    return dict(found)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 3])
+def test_sums_are_made_in_a_stream_of_their_own(stage):
+    for found in emulated.run(2, streams_of_sums, stage, 2):
+        assert len(found) == 1
+        assert "backward's" not in found
+
+
+def without(where, stage):
+    """Train with the waits for the stream of sums left out: of memory that serves again, or of all that the end has."""
+    if where == "again":
+        sums._Messages.again = lambda self, memory: memory
+    else:
+        sums.Sums.join = lambda self: None
+        sums._Messages.give_back = lambda self, state, memory: self._tier.give_back(state, memory)
+    model, optimizer, _ = sharded(stage, "bf16")
+    for number in range(2):
+        one_step(model, optimizer, number, backwards=2)
+
+
+@pytest.mark.parametrize("where", ["again", "end"])
+def test_each_wait_for_the_stream_of_sums_is_needed(where):
+    """The race detector finds what would be used, or freed, too early."""
+    with pytest.raises(ranks.failures.RankFailure, match="Race: (nothing orders two uses of bytes|memory is freed)"):
+        emulated.run(2, without, where, 3)

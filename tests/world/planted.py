@@ -32,8 +32,8 @@ BUGS = (
     ),
     Bug(
         "what the replica before has summed up is not waited for", "engine/sums.py",
-        "        sent.delivery.receive()\n        sent.delivery.came.wait()\n",
-        "        sent.delivery.receive()\n",
+        "            delivery.receive()\n            delivery.came.wait()\n",
+        "            delivery.receive()\n",
     ),
     Bug(
         "the end of a slice of waiting is taken for the message's", "ranks/link.py",

@@ -95,14 +95,14 @@ class Reduction:
         self._local, self._next, self._pauses, self._got = local, 0, True, b""
         self._again.clear()
         self.gradients.forget_answers()
-        early = any(each.early for each in self.subscribers)
+        self.sums.apart = not any(each.early for each in self.subscribers)
         for contribution in self.contributions.values():
             contribution.begin()
             self._notice_cleared(contribution, kept)
             if not contribution.accumulator.filled:
                 contribution.accumulator.divisor = self.divisor
             # What is not trained any more may be needed further on, and must not change before.
-            contribution.hold = early and not contribution.all_wanted
+            contribution.hold = not (self.sums.apart or contribution.all_wanted)
         for each in self.subscribers:
             each.begin()
         self._hidden = self.gradients.take(kept)
@@ -207,6 +207,7 @@ class Reduction:
             self.sums.next()
             self._catch_up(1)
         self._catch_up(0)
+        self.sums.join()
         self.sums.leave(0)
 
     def _catch_up(self, allowed: int) -> None:

@@ -6,20 +6,24 @@
     store    the average is where it rests, and memory serves others
 
 In which order sums go on, and which memory their messages take, keep and give back, is `Flow`'s.
+
+On a device with streams sums are made in one of their own, beside backward. Backward's stream waits for it where memory
+of messages is used again, and at the end. Before the end it never waits for another rank: a sum is begun only when what
+it needs has come, since a rank whose device waits cannot take part in a gather that this other rank may be waiting for.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from ..device import Event, asynchronous
+from ..device import Event, asynchronous, behind, event
 from ..errors import TierError
-from ..flow import Flow, Scratch
+from ..flow import Flow, Memory, Scratch
 from ..headroom import LEAVING
 from ..numerics import divides_exactly, fold, simulated
 from ..ranks.agreement import Group
@@ -55,6 +59,37 @@ class Delivery:
 
     def hand_on(self) -> None:
         """Send what this rank has added to, if other ranks wait for it."""
+
+
+SUMS = "sums"  # the stream in which a device adds them up
+
+
+class _Messages(Memory[Tensor]):
+    """The device's memory, which serves backward again when sums are through with it."""
+
+    def __init__(self, tier: DeviceTier) -> None:
+        self._tier = tier
+        self.through = Event()  # of all sums so far
+
+    def reserve(self, state: str, numel: int, dtype: Any, *, zeroed: bool = True) -> Tensor:
+        return self._tier.reserve(state, numel, dtype, zeroed=zeroed)
+
+    def give_back(self, state: str, memory: Tensor) -> None:
+        self.through.wait()
+        self._tier.give_back(state, memory)
+
+    def again(self, memory: Tensor) -> Tensor:
+        self.through.wait()
+        return memory
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch what is inside in the stream of sums, after all that backward has launched so far."""
+        with behind(SUMS, self._tier.device):
+            try:
+                yield
+            finally:
+                self.through = event(self._tier.device)
 
 
 @dataclass
@@ -97,13 +132,16 @@ class Sums(Flow[Sent, Tensor]):
         stored: Callable[[Contribution], None],
     ) -> None:
         """deliver: makes each sum's delivery. stored: called with each contribution whose average is where it rests."""
-        super().__init__(tier, group.team.messages(tier) if group.team.shares else None, group.team.seat.replicas)
+        self._memory = _Messages(tier)
+        sends = group.team.messages(tier) if group.team.shares else None
+        super().__init__(self._memory, sends, group.team.seat.replicas)
         self.group = group
         self.native = settings.reduce == "native"
         self._sends_values = settings.reduce == "ordered" and group.ranks > 1
         self._subscribers = subscribers
         self._deliver = deliver
         self._stored = stored
+        self.apart = True  # does the device make sums in a stream of their own?
         self._leaving: list[tuple[Event, Tensor]] = []  # averages on their way from the device to where they rest
 
     # --- this rank's contribution -----------------------------------------------------------------------------------
@@ -160,31 +198,36 @@ class Sums(Flow[Sent, Tensor]):
     # --- the sum ----------------------------------------------------------------------------------------------------
 
     def land(self, sent: Sent) -> None:
-        sent.work.wait()
-        sent.delivery.receive()
-        sent.delivery.came.wait()
-        accumulator, delivery, receive = sent.contribution.accumulator, sent.delivery, sent.receive
-        own, staged = accumulator.bucket.shard_numel(accumulator.buffer.team.position), self._staged(accumulator)
-        if own and delivery.running is None and staged:
+        accumulator, delivery = sent.contribution.accumulator, sent.delivery
+        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
+        if own and delivery.running is None and self._staged(accumulator):
             delivery.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
+        with self._beside():
+            sent.work.wait()
+            delivery.receive()
+            delivery.came.wait()
+            self._add(sent)
+            sent.work.used()
+            delivery.hand_on()
+
+    def _add(self, sent: Sent) -> None:
+        accumulator, delivery, receive = sent.contribution.accumulator, sent.delivery, sent.receive
         # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
         divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
         if delivery.first and not delivery.apart and not (divided and accumulator.averaged):
             accumulator.undo_average()
-        if own:
+        if accumulator.bucket.shard_numel(accumulator.buffer.team.position):
             try:
                 begun = accumulator.sum.here(changed=delivery.last, fresh=not accumulator.filled)
                 # Is added to what rests, or into it?
                 adds = delivery.first and (accumulator.filled or delivery.average is None)
-                adds &= not (staged or delivery.apart)
+                adds &= not (self._staged(accumulator) or delivery.apart)
                 with begun if adds else contextlib.nullcontext():
                     if not simulated(receive):
                         self._fold(sent, divided=divided)
             except TierError as error:
                 self.group.report(error)  # the peers have further reductions to get through
-        sent.work.used()
         accumulator.land(averaged=divided)
-        delivery.hand_on()
 
     def landed(self, sent: Sent) -> None:
         self._give_back(sent.contribution)
@@ -232,24 +275,36 @@ class Sums(Flow[Sent, Tensor]):
     # --- the average ------------------------------------------------------------------------------------------------
 
     def wait(self, sent: Sent) -> None:
-        sent.delivery.back.wait()
+        if sent.running is not None:
+            with self._beside():
+                sent.delivery.back.wait()
 
     def store(self, sent: Sent) -> None:
         accumulator, average = sent.contribution.accumulator, sent.delivery.average
-        if sent.delivery.apart and average is not None:
-            for each in self._subscribers:
-                each.summed(accumulator, (), average)
-        try:
-            if average is not None and not accumulator.sum.on_device:
-                self._leaving.append((accumulator.sum.take(average, fresh=True), average))
-                average = None
-                self.leave(LEAVING * self._staged(accumulator))
-            accumulator.sum.behind()
-        except TierError as error:
-            self.group.report(error)
-        for unused in (average, *sent.delivery.beside):  # an average that could not be put where it rests
-            self.scratch.give_back(unused)
+        unused = [average, *sent.delivery.beside]  # an average that could not be put where it rests, for one
+        with self._beside():
+            if sent.delivery.apart and average is not None:
+                for each in self._subscribers:
+                    each.summed(accumulator, (), average)
+            try:
+                if average is not None and not accumulator.sum.on_device:
+                    self._leaving.append((accumulator.sum.take(average, fresh=True), average))
+                    unused[0] = None
+                accumulator.sum.behind()
+            except TierError as error:
+                self.group.report(error)
+        self.leave(LEAVING * self._staged(accumulator))
+        for memory in unused:
+            self.scratch.give_back(memory)
         self._stored(sent.contribution)
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        """Launch what is inside beside backward, unless averages are used as they come."""
+        return self._memory.beside() if self.apart else contextlib.nullcontext()
+
+    def join(self) -> None:
+        """Let what the program launches from now on come after all sums."""
+        self._memory.through.wait()
 
     def leave(self, allowed: int) -> None:
         """Let the memory of averages that leave the device serve others, but for so many."""
@@ -261,4 +316,5 @@ class Sums(Flow[Sent, Tensor]):
     def abandon(self) -> None:
         """Drop all that is under way, once all ranks have ended what they had launched."""
         self.drop_all()
+        self.join()
         self.leave(0)

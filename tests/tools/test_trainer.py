@@ -39,7 +39,7 @@ def examples(number, length=8):
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def trainer(stage, folder, model=None, layout=None, **options):
+def trainer(stage, folder, model=None, layout=None, weights=None, **options):
     """The plain one where there is no stage."""
     from zeroshard.integrations.transformers import ZeroTrainer
 
@@ -53,7 +53,7 @@ def trainer(stage, folder, model=None, layout=None, **options):
     model = llama() if model is None else model
     if stage is None:
         return transformers.Trainer(model, arguments, **data)
-    return ZeroTrainer(model, arguments, **data, stage=stage, layout=layout)
+    return ZeroTrainer(model, arguments, **data, stage=stage, layout=layout, weights=weights)
 
 
 def history(made):
@@ -277,6 +277,61 @@ def test_a_model_on_meta_has_its_own_first_values():
             assert torch.equal(buffer, plain.get_buffer(name)), name
         assert bool((model.model.norm.weight == 1).all())
         assert 0.4 < model.model.layers[0].mlp.up_proj.weight.std() < 0.6  # torch's own would be 0.1
+
+
+def pretrained(stages, folder):
+    """Of a model that the plain Trainer is given with its weights, and `ZeroTrainer` on meta beside their folder."""
+    found = []
+    for stage in stages:
+        with torch.device("cpu" if stage is None else "meta"):
+            model = llama(tie_word_embeddings=True)
+        if stage is None:
+            model = type(model).from_pretrained(folder)
+        made = trainer(stage, folder / str(stage), model, weights=folder, max_steps=3)
+        made.train()
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+        found.append((history(made), weights(made)))
+    return found
+
+
+def test_a_folder_of_pretrained_weights_fills_a_model_on_meta(tmp_path):
+    """Each rank reads its own parts (`test_weights.py`); tied weights stay tied; all else is as from `from_pretrained`."""
+    llama(tie_word_embeddings=True).save_pretrained(tmp_path)
+    plain, *sharded = ranks.run(2, pretrained, (None, *STAGES), tmp_path, group="env", timeout=LIMIT)[0]
+    for found in sharded:
+        assert found == plain
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_an_adapter_over_a_folder_of_pretrained_weights(tmp_path):
+    """The base comes from the folder, under the base's own names, and an adapter on meta from PEFT's first values."""
+    import zeroshard
+
+    peft = pytest.importorskip("peft")
+    llama().save_pretrained(tmp_path)
+    names = ["q_proj", "embed_tokens"]
+
+    def adapted(**options):
+        config = peft.LoraConfig(target_modules=names, modules_to_save=["norm"], task_type="CAUSAL_LM", **options)
+        with torch.device("meta"):
+            return peft.get_peft_model(llama(), config)
+
+    model, plain = adapted(), peft.get_peft_model(llama(), adapted().peft_config["default"])
+    zero = zeroshard.load(model, tmp_path, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]))
+    with zero.gathered():
+        for (name, found), (other, want) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            assert name == other
+            if "lora_A" in name or "embedding_B" in name:
+                assert 0.8 < found.std() / want.std() < 1.25  # drawn anew
+            else:
+                assert torch.equal(found, want), name
+    with pytest.raises(CheckpointError, match=r"(?s)gaussian.*lora_embedding_A.*not on meta"):
+        zeroshard.load(adapted(use_dora=True), tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    other = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1))
+    other.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"(?s)layers.1.self_attn.q_proj.base_layer.weight' is not in the folder"):
+        zeroshard.load(adapted(), tmp_path)
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -25,9 +25,15 @@ from .unit import Managed
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
 BY_TENSOR = ELEMENTWISE | WHOLE_TENSORS  # the update of a tensor depends on no other
-# Of other packages: how many elements, counted from a tensor's start, are updated together. torchao quantizes blocks of
-# 256 or 128, but no tensor of fewer than 4096 elements.
+# Of other packages: how many elements, counted from a tensor's start, are updated together. torchao and bitsandbytes
+# quantize blocks of 256 or 128, but no tensor of fewer than 4096 elements.
 TOGETHER = {
+    "bitsandbytes": {
+        f"{paged}{kind}{bits}": 4096
+        for paged in ("", "Paged")
+        for kind in ("Adam", "AdamW", "Lion")
+        for bits in ("8bit", "32bit", "")
+    },
     "lion_pytorch": {"Lion": 1},
     "schedulefree": {"AdamWScheduleFree": 1, "RAdamScheduleFree": 1, "SGDScheduleFree": 1},
     "torchao": dict.fromkeys(("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8"), 4096),

@@ -84,6 +84,12 @@ def check_parameters(managed: list[Managed]) -> None:
 
 
 def _plain_instead(name: str, param: nn.Parameter) -> str:
+    if hasattr(param, "__tensor_flatten__") and not param.requires_grad:  # as torchao's weights of 4 and 8 bits
+        return (
+            f"Layout(ignore=[{name!r}]), which keeps all of it on every rank and out of checkpoints; or before shard "
+            "torch._functorch._aot_autograd.subclass_parametrization.unwrap_tensor_subclass_parameters(model), which "
+            "makes plain parameters of what it consists of"
+        )
     if hasattr(param, "fsdp_pre_all_gather"):  # FSDP2 asks it what to send
         return (
             "a plain tensor, which shard(..., precision=Precision(fp8=[...])) gathers in 8 bits; of torchao's linears "

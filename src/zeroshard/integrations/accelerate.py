@@ -10,6 +10,7 @@ It lets Accelerate do all but the wrapping by DDP, and shards the model and its 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.offload import Offload
 from .common import FOLDER, OWN, whole_state
+from .weights import load
 
 _OTHERS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
 
@@ -46,8 +48,10 @@ class ZeroAccelerator(Accelerator):
         offload: Offload | None = None,
         layout: Layout | None = None,
         comm: Comm | None = None,
+        weights: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        """weights: a folder as `zeroshard.load` takes it, to fill a model on meta: each rank reads its own parts."""
         super().__init__(*args, **kwargs)
         if self.ddp_handler is not None:
             raise UserError(
@@ -55,7 +59,8 @@ class ZeroAccelerator(Accelerator):
                 got="kwargs_handlers=[DistributedDataParallelKwargs(...)]",
                 instead="layout=Layout(bucket_mib=...), comm=Comm(...)",
             )
-        self._begin({"stage": stage, "precision": precision, "offload": offload, "layout": layout, "comm": comm})
+        settings = {"stage": stage, "precision": precision, "offload": offload, "layout": layout, "comm": comm}
+        self._begin({**settings, "weights": weights})
 
     @classmethod
     def of(cls, accelerator: Accelerator, **settings: Any) -> ZeroAccelerator:
@@ -66,7 +71,8 @@ class ZeroAccelerator(Accelerator):
         return made
 
     def _begin(self, settings: dict[str, Any]) -> None:
-        self._settings = settings
+        self._settings = {**settings}
+        self._weights = self._settings.pop("weights", None)
         if self.distributed_type in _OTHERS or self.parallelism_config is not None:
             got = "a ParallelismConfig" if self.parallelism_config is not None else self.distributed_type.value
             raise UserError(
@@ -121,9 +127,19 @@ class ZeroAccelerator(Accelerator):
                 if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
             ]
             if optimizers and self.zero_of(model) is None:
-                device = self.device if on_meta(model) else None
-                setattr(model, OWN, api.shard(model, optimizers, device=device, **self._settings))
+                setattr(model, OWN, self._sharded(model, optimizers))
         return prepared
+
+    def _sharded(self, model: nn.Module, optimizers: list[Any]) -> api.Zero:
+        settings = {**self._settings, "device": self.device if on_meta(model) else None}
+        if self._weights is None:
+            return api.shard(model, optimizers, **settings)
+        if any(self.zero_of(wrapped) is not None for wrapped in self._models):
+            raise UserError(
+                "a folder of weights is for one model, and there is another sharded one",
+                got=f"weights={self._weights!r}", instead="an accelerator for each model, or weights=None",
+            )  # fmt: skip
+        return load(model, self._weights, optimizers, **settings)
 
     # --- training ---------------------------------------------------------------------------------------------------
 

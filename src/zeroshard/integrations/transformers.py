@@ -22,6 +22,7 @@ from torch import nn
 from transformers import Trainer
 
 from ..api import Zero
+from ..engine.unit import on_meta
 from ..errors import CheckpointError, UserError
 from ..layout import Layout
 from ..numerics import Precision
@@ -34,7 +35,10 @@ _SCHEDULER = "scheduler.pt"  # as the Trainer names it
 
 
 class ZeroTrainerMixin:
-    """Put it in front of a trainer class; `stage` and the policies are those of `zeroshard.shard`."""
+    """Put it in front of a trainer class; `stage` and the policies are those of `zeroshard.shard`.
+
+    weights: a folder as `zeroshard.load` takes it, to fill a model on meta: each rank reads its own parts.
+    """
 
     model: Any  # these are the trainer's
     args: Any
@@ -51,10 +55,11 @@ class ZeroTrainerMixin:
         offload: Offload | None = None,
         layout: Layout | None = None,
         comm: Comm | None = None,
+        weights: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
         settings = {"stage": stage, "precision": precision, "offload": offload, "layout": layout, "comm": comm}
-        self._zero_settings = settings  # the trainer's __init__ builds the accelerator
+        self._zero_settings = {**settings, "weights": weights}  # the trainer's __init__ builds the accelerator
         super().__init__(*args, **kwargs)
 
     @property
@@ -85,6 +90,10 @@ class ZeroTrainerMixin:
             )  # fmt: skip
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = ZeroAccelerator.of(self.accelerator, **self._zero_settings)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if not on_meta(model):  # else it is `train` that gives each rank its part
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole weights as the Trainer does. Rank 0 writes; every rank calls it."""

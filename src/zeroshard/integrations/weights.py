@@ -33,6 +33,7 @@ from ..ranks.comm import Comm
 from ..ranks.mesh import connect
 from ..ranks.together import Together
 from ..tiers.offload import Offload
+from . import adapters
 from .boxes import boxes
 
 INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 << 20  # bytes
@@ -75,15 +76,16 @@ def load(
     group = connect(comm or Comm(), Ledger(), torch.device("cpu"), tensor=mesh_of(model, comm or Comm()))
     group.same("zeroshard.load(...)", lambda: _asked(folder, strict))
     path, tensors = absolute(folder), {}
+    first: Initialiser | adapters.FirstValues
     with Together(group, lambda told: CheckpointError("the model was not loaded", where=str(path), got=told[0])):
         wait_for_saves()
         tensors = _shapes(path)
         if strict and (differences := _differences(model, tensors)):
             raise CheckpointError("".join(f"\n    {each}" for each in differences))
-        _check_initialisers(model, tensors, Initialiser(model, init))
+        _check_initialisers(model, tensors, first := _first_values(model, init))
     settings: dict[str, Any] = {"precision": precision, "offload": offload, "layout": layout, "comm": comm}
     settings |= {"stage": stage, "device": device, "optimizer_in_backward": optimizer_in_backward}
-    zero = shard(model, optimizer, init=_fill(model, tensors, Initialiser(model, init)), **settings)
+    zero = shard(model, optimizer, init=_fill(model, tensors, first), **settings)
     if (path / MANIFEST).exists():
         zero.load(path, strict=strict)
         return zero
@@ -169,12 +171,16 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
-    """Return {id: (all names, tensor)} of every parameter and saved buffer."""
+    """Return {id: (all names, tensor)} of every parameter and saved buffer; below an adapter also the base's name."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *persistent(model)):
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+        found.setdefault(id(tensor), ([], tensor))[0].extend(_names(model, [name]))
     return found
+
+
+def _names(model: nn.Module, names: list[str]) -> list[str]:
+    return [*names, *map(adapters.base_name, names)] if adapters.is_adapted(model) else names
 
 
 def _place(names: Sequence[str], shape: tuple[int, ...], tensors: dict[str, tuple[int, ...]]) -> str | None:
@@ -184,9 +190,12 @@ def _place(names: Sequence[str], shape: tuple[int, ...], tensors: dict[str, tupl
 
 def _differences(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> list[str]:
     found, known = [], set()
+    own = adapters.own(model) if adapters.is_adapted(model) else set()
     for names, tensor in _all_names(model).values():
         known |= set(names)
         there = [name for name in names if name in tensors]
+        if names[0] in own:
+            continue
         if not there:
             found.append(f"{names[0]!r} is not in the folder")
         elif _place(names, tensor.shape, tensors) is None:
@@ -205,7 +214,12 @@ def _unfilled(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> set[int]
     }
 
 
-def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Initialiser) -> None:
+def _first_values(model: nn.Module, init: Callable[[nn.Module], None] | None) -> Initialiser | adapters.FirstValues:
+    own = Initialiser(model, init)
+    return adapters.FirstValues(model, own) if init is None and adapters.is_adapted(model) else own
+
+
+def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> None:
     unfilled = _unfilled(model, tensors)
     for path, module in model.named_modules():
         if id(module) in unfilled and not init.knows(module):
@@ -216,7 +230,7 @@ def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], i
             )  # fmt: skip
 
 
-def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Initialiser) -> Callable[[nn.Module], None]:
+def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> Callable[[nn.Module], None]:
     unfilled = _unfilled(model, tensors)
 
     def fill(module: nn.Module) -> None:
@@ -230,7 +244,7 @@ def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Initialis
 def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> None:
     running = zero._engine.model_state()
     for record in running.records:
-        name = _place(record.names, running.shape(record), tensors)
+        name = _place(_names(running.model, record.names), running.shape(record), tensors)
         if name is not None:
             start, stop = resting(running, record.name)
             buffer, slot = running.places[record.name]
@@ -241,7 +255,7 @@ def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> 
             updated = slot.within(*buffer.updated)
             put(running, record.name, value, value[updated.start - start : updated.stop - start])
     for name, tensor in persistent(running.model):
-        if tensors.get(name) == tuple(tensor.shape):
-            tensor.copy_(weights.interval(name, 0, tensor.numel()).view(tensor.shape))
+        if (found := _place(_names(running.model, [name]), tensor.shape, tensors)) is not None:
+            tensor.copy_(weights.interval(found, 0, tensor.numel()).view(tensor.shape))
     renew(running)
     zero._engine.loaded()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import ranks
-from trainers import LIMIT, run_example
+from trainers import LIMIT, run_example, same_at_all_stages
 from zeroshard.errors import CheckpointError, StateError, UserError
 from zeroshard.integrations.jobs import parts_of
 
@@ -312,6 +312,10 @@ def test_fabric_refuses_what_would_not_be_averaged():
 
 def test_the_example_is_short_and_runs(tmp_path):
     run_example("lightning_fit", tmp_path)
+
+
+def test_fabrics_example_prints_the_same_at_stages_1_to_3(tmp_path):
+    same_at_all_stages("fabric_loop", tmp_path)
 
 
 JOB = """

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import ranks
-from trainers import LIMIT, fresh, run_example
+from trainers import LIMIT, fresh, run_example, same_at_all_stages
 from zeroshard import Layout
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.integrations.jobs import parts_of
@@ -346,6 +346,40 @@ def test_what_cannot_work_is_refused(tmp_path):
 
 def test_the_example_is_short_and_runs(tmp_path):
     run_example("hf_trainer", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["peft_lora", "trl_sft"])
+def test_the_examples_with_adapters_print_the_same_at_stages_1_to_3(name, tmp_path):
+    pytest.importorskip("peft" if name == "peft_lora" else "trl")
+    same_at_all_stages(name, tmp_path)
+
+
+def tracked(folder):
+    """What the real wandb keeps of a run, offline, beside what `zero.metrics` says of it."""
+    import wandb
+
+    made = trainer(3, folder, report_to="wandb", run_name="zeroshard", max_steps=2)
+    made.train()
+    if ranks.rank():
+        return wandb.run
+    numbers = made.zero.metrics(tokens=64)
+    wandb.log(numbers)
+    kept = dict(wandb.run.summary)
+    folder = wandb.run.dir
+    wandb.finish()
+    return numbers, kept, history(made), folder
+
+
+def test_a_run_with_wandb_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    (numbers, kept, logged, folder), other = ranks.run(2, tracked, tmp_path, group="env", timeout=LIMIT)
+    assert other is None
+    assert numbers
+    assert all(kept[name] == value for name, value in numbers.items())
+    assert kept["train/loss"] == [log["loss"] for log in logged if "loss" in log][-1]
+    assert any(Path(folder).parent.glob("*.wandb"))
 
 
 JOB = """

@@ -3,15 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
-.PHONY: install demo test tools full slow check docs bench gpu oldest newest trainers ray web
+.PHONY: install demo test tools full drawn slow check docs bench gpu oldest newest trainers ray web release
 
 install: .venv/installed
 
 .venv/package: pyproject.toml constraints.txt
-	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -c constraints.txt -e '.[torch]' && touch $@
+	$(PYTHON) -m venv --clear .venv && $(BIN)/pip install -q 'pip>=25.1' && $(BIN)/pip install -c constraints.txt -e '.[torch]' && touch $@
 
 .venv/installed: .venv/package ## what the tests and tools need beside the package
-	$(BIN)/pip install -q -c constraints.txt -e '.[dev]' && touch $@
+	$(BIN)/pip install -q -c constraints.txt --group dev -e . && touch $@
 
 demo: .venv/package ## train at stage 3, at stage 0, and resumed on other ranks, and compare every bit
 	$(BIN)/zeroshard demo
@@ -52,7 +52,7 @@ oldest newest: %: .venv-%/installed ## make test on the oldest and the newest to
 .venv-newest/installed: TORCH := torch<2.16
 .venv-oldest/installed .venv-newest/installed: .venv-%/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv --clear .venv-$* && grep -v '^torch==\|^nvidia' constraints.txt >.venv-$*/constraints.txt
-	.venv-$*/bin/pip install -q -c .venv-$*/constraints.txt '$(TORCH)' -e '.[dev]' && touch $@
+	.venv-$*/bin/pip install -q 'pip>=25.1' && .venv-$*/bin/pip install -q -c .venv-$*/constraints.txt '$(TORCH)' --group dev -e . && touch $@
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer and Lightning, from a virtual environment of their own; four minutes
 	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/tools/test_accelerate.py tests/tools/test_trainer.py tests/tools/test_lightning.py tests/tools/test_kubernetes.py tests/tools/test_quantised_bases.py tests/tools/test_docs.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or bitsandbytes or quantised or kubernetes"
@@ -61,7 +61,12 @@ ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, an
 	.venv-trainers/bin/pytest tests/tools/test_ray.py tests/test_optimizer.py -k "test_ray or torchao"
 
 .venv-trainers/installed: pyproject.toml constraints-trainers.txt
-	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q -c constraints-trainers.txt -e '.[trainers]' && touch $@
+	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q 'pip>=25.1'
+	.venv-trainers/bin/pip install -q -c constraints-trainers.txt --group trainers -e . && touch $@
 
-web: ## the page's template, from web/ into the package; needs Node 20.19 or later
-	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html
+web: ## the page's template and the list of what is in it, from web/ into the package; needs Node 20.19 or later
+	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html && cp dist/page.cdx.json ../src/zeroshard/explain/
+
+release: install ## sdist and wheel in dist/, checked, and the wheel's commands run in an environment of its own; uploads nothing
+	$(BIN)/pip install -q --group release && rm -rf dist && $(BIN)/hatchling build -d dist && $(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv --clear dist/.venv && dist/.venv/bin/pip install -q dist/*.whl && dist/.venv/bin/zeroshard plan --params 70B --ranks 64 --gpu h100-80

@@ -1,4 +1,4 @@
-"""The documents as a site. `make docs` runs it; MkDocs calls the two `on_` functions.
+"""The documents as a site, which Zensical builds by mkdocs.yml. `make docs` runs it.
 
 A page may link to a file outside of docs/, as to examples/job.py. On the site that file lies as text under source/, so
 that links work without the address of any repository, and from the disk.
@@ -11,8 +11,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "site"
@@ -31,36 +31,31 @@ def outside(page: Path, target: str) -> Path | None:
     return None if "://" in target or inside or not path.is_file() else path
 
 
-def on_files(files: Any, config: Any) -> Any:
-    """The files that pages link to, as text; a picture as itself."""
-    from mkdocs.structure.files import File
-
-    linked = set()
-    for page in DOCS.rglob("*.md"):
-        for target, _ in LINK.findall(page.read_text()):
-            if path := outside(page, target):
-                linked.add(path)
-    for path in sorted(linked):
-        files.append(File.generated(config, place(path), abs_src_path=str(path)))
-    return files
-
-
 def place(path: Path) -> str:
     """Where a file outside of docs/ lies on the site."""
     return f"source/{path.relative_to(ROOT)}" + ("" if path.suffix in {".svg", ".html"} else ".txt")
 
 
-def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Links to files outside of docs/ lead to their copies."""
-    here = Path(page.file.abs_src_path)
+def rewritten(page: Path, copies: Path) -> str:
+    """The text of a page, whose links to files outside of docs/ lead to copies of them, which are made in `copies`."""
 
-    def rewritten(match: re.Match[str]) -> str:
-        path = outside(here, match[1])
+    def link(match: re.Match[str]) -> str:
+        path = outside(page, match[1])
         if path is None:
             return match[0]
-        return f"]({os.path.relpath(DOCS / place(path), here.parent)})"
+        copy = copies / place(path)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        return f"]({os.path.relpath(DOCS / place(path), page.parent)})"
 
-    return LINK.sub(rewritten, markdown)
+    return LINK.sub(link, page.read_text())
+
+
+def gathered(folder: Path) -> None:
+    """Put all that the site shows into a folder."""
+    shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "shapes"))
+    for page in DOCS.rglob("*.md"):
+        (folder / page.relative_to(DOCS)).write_text(rewritten(page, folder))
 
 
 def from_elsewhere(site: Path) -> list[str]:
@@ -76,9 +71,23 @@ def from_elsewhere(site: Path) -> list[str]:
 def build(site: Path = SITE) -> None:
     """Build it anew. Ends with an error for a link that leads nowhere, and for anything loaded from elsewhere."""
     shutil.rmtree(site, ignore_errors=True)
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    with tempfile.TemporaryDirectory(dir=ROOT, prefix=".site-") as folder:
+        pages, settings = Path(folder, "pages"), Path(folder, "mkdocs.yml")
+        gathered(pages)
+        text = (ROOT / "mkdocs.yml").read_text()
+        for name, path in (
+            ("docs_dir: docs", "pages"),
+            ("[src]", f"[{ROOT / 'src'}]"),
+            ("docs/fields.py", DOCS / "fields.py"),
+        ):
+            assert text.count(name) == 1, name
+            text = text.replace(name, f"docs_dir: {path}" if "docs_dir" in name else str(path))
+        settings.write_text(text)
+        command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file", str(settings)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr))
+        shutil.move(Path(folder, "site"), site)
     if loaded := from_elsewhere(site):
         sys.exit("loaded from elsewhere:\n" + "\n".join(loaded))
     print(f"{site}/index.html")

@@ -3,6 +3,13 @@
 torchrun --nproc-per-node 2 examples/accelerate_loop.py
 """
 
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["zeroshard[hf]"]
+# [tool.uv.sources]
+# zeroshard = { path = "..", editable = true }
+# ///
+
 import torch
 from torch import nn
 

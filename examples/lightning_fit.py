@@ -3,6 +3,13 @@
 torchrun --nproc-per-node 2 examples/lightning_fit.py    # or without torchrun: Lightning starts the second process
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["zeroshard[lightning]"]
+# [tool.uv.sources]
+# zeroshard = { path = "..", editable = true }
+# ///
+
 import lightning
 import torch
 from torch import nn

@@ -5,6 +5,13 @@ torchrun --standalone --nproc-per-node 4 examples/moe.py --ep 2
 Each of EP ranks in a row holds E/EP experts and gets their tokens from all of them. All else is sharded over all ranks.
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["zeroshard[torch]"]
+# [tool.uv.sources]
+# zeroshard = { path = "..", editable = true }
+# ///
+
 import argparse
 import inspect
 import pydoc_data.topics

@@ -1,5 +1,12 @@
 """Ray Train: a killed worker starts again from what was reported last. python examples/ray_train.py /shared/folder"""
 
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["zeroshard[ray]"]
+# [tool.uv.sources]
+# zeroshard = { path = "..", editable = true }
+# ///
+
 import sys
 from pathlib import Path
 

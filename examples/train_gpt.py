@@ -4,6 +4,13 @@ python examples/train_gpt.py
 torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --steps 200
 """
 
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["zeroshard[torch]"]
+# [tool.uv.sources]
+# zeroshard = { path = "..", editable = true }
+# ///
+
 import argparse
 import inspect
 import pydoc_data.topics

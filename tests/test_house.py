@@ -397,6 +397,10 @@ def test_the_wheel_works_where_nothing_else_of_the_tree_is(tmp_path):
     environment, wheel = tmp_path / "environment", built("wheel", tmp_path / "wheel")
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
+    with zipfile.ZipFile(wheel) as archive:
+        assert any(
+            re.fullmatch(r"zeroshard-[^/]+\.dist-info/sboms/page\.cdx\.json", name) for name in archive.namelist()
+        )
     where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     place = Path(subprocess.run(where, timeout=60, check=True, capture_output=True, text=True).stdout.strip())
     (place / "dependencies.pth").write_text(f"{Path(numpy.__file__).parents[1]}\n")

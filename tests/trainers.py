@@ -13,7 +13,7 @@ LIMIT = 150  # seconds of a run: each rank imports the trainer first
 def run_example(name, folder, *arguments):
     """On two ranks, as torchrun starts them; under 40 lines. Returns what it printed."""
     example = Path(__file__).parents[1] / "examples" / f"{name}.py"
-    assert len(example.read_text().splitlines()) < 40
+    assert len([line for line in example.read_text().splitlines() if not line.startswith("# ")]) < 40
     command = [
         sys.executable,
         "-m",

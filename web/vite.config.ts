@@ -49,6 +49,31 @@ function pack(): Plugin {
   };
 }
 
+/** Lists the packages that the page has code of: CycloneDX, which the wheel carries (PEP 770). The same bytes on every machine. */
+function bill(): Plugin {
+  return {
+    name: 'bill',
+    generateBundle: {
+      order: 'pre', // while its modules are told apart
+      handler(_, bundle) {
+        const folders = Object.values(bundle)
+          .flatMap((file) => (file.type === 'chunk' ? Object.entries(file.modules) : []))
+          .filter(([, { renderedLength }]) => renderedLength > 0)
+          .map(([path]) => /.*\/node_modules\/(@[^/]+\/)?[^/]+/.exec(path)?.[0])
+          .filter((folder) => folder !== undefined);
+        const components = [...new Set(folders)].sort().map((folder) => {
+          const { name, version, license } = JSON.parse(readFileSync(`${folder}/package.json`, 'utf8'));
+          const purl = `pkg:npm/${name.replace('@', '%40')}@${version}`;
+          return { type: 'library', name, version, licenses: [{ license: { id: license } }], purl, 'bom-ref': purl };
+        });
+        const metadata = { component: { type: 'file', name: 'zeroshard/explain/page.html' } };
+        const told = { bomFormat: 'CycloneDX', specVersion: '1.6', version: 1, metadata, components };
+        this.emitFile({ type: 'asset', fileName: 'page.cdx.json', source: `${JSON.stringify(told, null, 2)}\n` });
+      },
+    },
+  };
+}
+
 /** A component's class, in few letters. The first ones of a hash are far from evenly spread, so two components once shared one. */
 const classes = new Map<string, string>();
 function cssHash({ hash, css }: { hash: (text: string) => string; css: string }): string {
@@ -76,6 +101,7 @@ export default defineConfig({
       compilerOptions: { runes: true, discloseVersion: false, cssHash },
     }),
     fixture(),
+    bill(),
     viteSingleFile({ removeViteModuleLoader: true }),
     pack(),
   ],

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.checkpoint.content import pieces
-from zeroshard.digests import digest, raw
+from zeroshard.digests import raw
+from zeroshard.hashing import digest
 
 from . import report
 from .ranks import Ranks

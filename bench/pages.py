@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroshard
 from zeroshard.cli.config import Shape
 from zeroshard.cli.model import GPT
-from zeroshard.explain import run
+from zeroshard.explain import reading, run
 from zeroshard.explain.document import document
 
 from .ranks import Ranks
@@ -110,7 +110,7 @@ class Watched:
             optimizer.step()
             optimizer.zero_grad()
             metrics.append({"step": step + 1, "loss": loss.item(), "grad_norm": norm.item()})
-        told = run.gather(zero) | {"curves": run.curves(metrics)}
+        told = run.gather(zero) | {"curves": reading.curves(metrics)}
         return told if zero.rank == 0 else None
 
     def _loss(self, model: nn.Module, rank: int, step: int) -> Tensor:

@@ -16,7 +16,7 @@ FEATURES = ": features"
 ORDER = (
     "errors.py", "features.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
     "layout.py", "headroom.py", "flow.py", "nvrtc.py", "device.py", "resting.py", "twins.py", "numerics.py", "bins.py",
-    "fp8.py", "int8.py", "halves.py",
+    "fp8.py", "int8.py", "halves.py", "hashing.py",
     "digests.py", "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
     "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",
     "ranks/neighbours.py", "ranks/one_copy.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
@@ -33,7 +33,8 @@ ORDER = (
     "engine/recompute.py", "engine/fragment.py", "engine/averages.py", "engine/alone.py", "engine/options.py",
     "engine/hooks.py", "engine/optim.py", "engine/moving.py", "engine/accepted.py", "engine/split.py",
     "engine/fused_split.py", "engine/in_backward.py", "engine/tensor_parallel.py", "engine/preflight.py",
-    "engine/alike.py", "engine/undo.py", "engine/assembly.py", "checkpoint/staging.py", "checkpoint/files.py",
+    "engine/alike.py", "engine/undo.py", "engine/assembly.py", "checkpoint/staging.py",
+    "checkpoint/dtypes.py", "checkpoint/files.py",
     "checkpoint/parts.py", "checkpoint/manifest.py", "checkpoint/listed.py", "checkpoint/content.py",
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/on_signal.py", "checkpoint/loading.py",
     "batches.py", "sharded.py", "api.py",

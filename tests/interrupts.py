@@ -30,7 +30,7 @@ from torch import nn
 import ranks
 import zeroshard
 from zeroshard import Comm, Layout, Precision
-from zeroshard.digests import digest
+from zeroshard.hashing import digest
 from zeroshard.ranks.link import Link
 
 STEPS = 3

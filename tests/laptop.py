@@ -12,7 +12,7 @@ import rich.console  # what a library asks of the real system is asked before
 import typer.main
 
 platform, *words = sys.argv[1:]
-gone = {"torch", "numpy", "safetensors", "xxhash"}
+gone = {"torch", "numpy", "safetensors"}
 gone |= {"fcntl", "resource", "termios", "pwd", "grp"} if platform == "win32" else set()
 find = importlib.util.find_spec
 

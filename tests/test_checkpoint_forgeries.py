@@ -26,8 +26,8 @@ from test_checkpoint_faults import after_steps, bits, forked, names
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.manifest import Saved
-from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
+from zeroshard.hashing import digest
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

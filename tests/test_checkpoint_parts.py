@@ -14,8 +14,8 @@ from zeroshard.checkpoint import files, parts
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.checkpoint.parts import part_of
-from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError
+from zeroshard.hashing import digest
 
 
 def in_parts(function, *args, inline=0):

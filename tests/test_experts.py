@@ -26,7 +26,8 @@ from norms import total
 from ranks import RankFailure
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import CheckpointError, NotFiniteError, PeerError, UserError
-from zeroshard.explain.run import read, record_step
+from zeroshard.explain.reading import read
+from zeroshard.explain.run import record_step
 from zeroshard.planner import predict_states
 from zeroshard.planner.simulate import simulate
 

@@ -23,12 +23,12 @@ import test_lost_ranks
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.bins import BlockMap
-from zeroshard.digests import digest
 from zeroshard.engine import gathered, guard
 from zeroshard.engine.alone import Alone
 from zeroshard.engine.buffer import Buffer
 from zeroshard.engine.gathered import Gathered
 from zeroshard.errors import CheckpointError, Error, PeerError, StateError, UserError
+from zeroshard.hashing import digest
 from zeroshard.ranks import watch
 from zeroshard.ranks.link import Link, packed, unpacked
 from zeroshard.ranks.streams import KEPT, Stream

@@ -21,9 +21,9 @@ from zeroshard.checkpoint import content as checkpoint
 from zeroshard.checkpoint import saving as saving_module
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.manifest import siblings
-from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.events import HOST
+from zeroshard.hashing import digest
 
 ROOT = Path(__file__).parents[1]
 MICRO_BATCHES = 4

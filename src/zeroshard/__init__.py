@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .worlds.world import world as world
 
 ANYWHERE = "Comm", "Error", "Layout", "Offload", "plan"  # without torch, and off Linux
-EXTRA = "torch", "numpy", "safetensors", "xxhash"  # what `pip install "zeroshard[torch]"` brings
+EXTRA = "torch", "numpy", "safetensors"  # what `pip install "zeroshard[torch]"` brings
 
 _HOME = {
     "Comm": "ranks.comm",
@@ -75,7 +75,9 @@ OLDEST = 2, 11  # torch, as in pyproject.toml
 def check_place(what: str) -> None:
     """Raise `ImportError` for what trains where nothing can be trained: off Linux, or without a torch that it knows."""
     if sys.platform != "linux":  # files, processes and memory are asked for in Linux' own ways
-        raise ImportError(f"{what} runs on Linux only, and this is {sys.platform}; `zeroshard plan` works here")
+        raise ImportError(
+            f"{what} runs on Linux only, and this is {sys.platform}; `zeroshard plan` and `explain` work here"
+        )
     if any(importlib.util.find_spec(each) is None for each in EXTRA):
         raise ImportError(missing(what))
     import torch

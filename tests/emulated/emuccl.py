@@ -19,6 +19,7 @@ Its sums go in rank order, each in the dtype that is sent; NCCL's order is unspe
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -633,4 +634,5 @@ def register(device: Device, folder: str | None = None) -> None:
         split_from: Any = None  # from torch 2.14 on that takes a backend in C++ only, which this one is not
 
     dist.distributed_c10d._DistributedBackendOptions = Options  # type: ignore[misc]
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # from 2.15 on torch records any group, and asks C++ for this one's name
     dist.Backend.register_backend("emuccl", make, extended_api=True, devices=["emu"])

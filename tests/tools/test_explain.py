@@ -23,7 +23,7 @@ from zeroshard import Precision
 from zeroshard.cli import walk
 from zeroshard.cli.config import InputError
 from zeroshard.errors import UserError
-from zeroshard.explain import build, document, four_weights, recording, run, shape, transformer260, walk_layers
+from zeroshard.explain import build, document, four_weights, reading, recording, run, shape, transformer260, walk_layers
 from zeroshard.explain.transformer260 import TENSORS
 from zeroshard.planner import predict_states
 from zeroshard.stage import STAGES
@@ -998,13 +998,13 @@ def test_of_many_ranks_those_that_matter_are_shown():
 def test_curves_of_a_long_run():
     """2,000 rows at most, the first and the last among them; what is no finite number is left out."""
     rows = [{"step": step, "loss": math.nan if step == 3 else 1 / step, "name": "x"} for step in range(1, 9001)]
-    found = run.curves(rows)
+    found = reading.curves(rows)
     assert found["columns"] == ["step", "loss"]
     steps = [row[0] for row in found["rows"]]
     assert (len(steps), steps[0], steps[-1], found["note"]) == (2000, 1, 9000, "2,000 of 9,000 steps")
     assert steps == sorted(set(steps))
-    assert run.curves(rows[:4])["rows"][2:] == [[3, None], [4, 0.25]]
-    assert run.curves([]) is None and run.curves([{"name": "x"}]) is None
+    assert reading.curves(rows[:4])["rows"][2:] == [[3, None], [4, 0.25]]
+    assert reading.curves([]) is None and reading.curves([{"name": "x"}]) is None
 
 
 def test_the_last_whole_step_is_found():
@@ -1046,7 +1046,7 @@ def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
     from zeroshard.cli.explain import explain
 
     ranks.run(2, trained_by_the_command, str(tmp_path))
-    found = run.read(tmp_path)
+    found = reading.read(tmp_path)
     assert (found["stage"], found["ranks"], len(found["recording"]["ranks"])) == (2, 2, 2)
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert found["curves"]["rows"] == [list(row.values()) for row in metrics]
@@ -1066,19 +1066,19 @@ def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
 
 def folder_with(tmp_path: Path, change) -> Path:
     told = json.loads((WEB / "fixtures" / "run.json").read_text(encoding="utf-8"))["run"]
-    found = {"format": run.FORMAT, "version": run.VERSION, "run": {**told, "curves": None}}
+    found = {"format": reading.FORMAT, "version": reading.VERSION, "run": {**told, "curves": None}}
     text = change(found)
-    (tmp_path / run.RECORDED).write_text(text if isinstance(text, str) else json.dumps(found))
+    (tmp_path / reading.RECORDED).write_text(text if isinstance(text, str) else json.dumps(found))
     return tmp_path
 
 
 def test_a_recorded_step_reads_back(tmp_path):
     folder = folder_with(tmp_path, lambda found: None)
-    (folder / run.METRICS).write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')  # killed while it wrote
-    assert run.read(folder)["curves"] == {"columns": ["step", "loss"], "rows": [[1, 2.5]], "note": None}
-    (folder / run.METRICS).write_text('{"step": 1, "lo\n{"step": 2, "loss": 2.5}\n')
+    (folder / reading.METRICS).write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "lo')  # killed while it wrote
+    assert reading.read(folder)["curves"] == {"columns": ["step", "loss"], "rows": [[1, 2.5]], "note": None}
+    (folder / reading.METRICS).write_text('{"step": 1, "lo\n{"step": 2, "loss": 2.5}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl, line 1"):
-        run.read(folder)
+        reading.read(folder)
 
 
 FORGED = {
@@ -1114,12 +1114,12 @@ FORGED = {
 def test_what_is_no_recorded_step_is_refused(tmp_path, how):
     change, says = FORGED[how]
     with pytest.raises(UserError, match=says):
-        run.read(folder_with(tmp_path, change))
+        reading.read(folder_with(tmp_path, change))
 
 
 def test_a_folder_without_a_recorded_step(tmp_path):
     with pytest.raises(UserError, match="there is no recorded step to explain"):
-        run.read(tmp_path)
+        reading.read(tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------- in the terminal

@@ -1,18 +1,19 @@
-"""Plans where torch is not installed, and on another system than Linux; all else says what it needs."""
+"""Plans, pages and looks at checkpoints where torch is not installed, and off Linux; all else says what it needs."""
 
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import zeroshard
 from zeroshard.errors import UserError
 from zeroshard.planner import gpus
 
 ROOT = Path(__file__).parents[2]
-NEEDS = "needs torch and numpy and safetensors and xxhash: pip install 'zeroshard[torch]'"
-ELSEWHERE = "runs on Linux only, and this is {}; `zeroshard plan` works here"
+NEEDS = "needs torch and numpy and safetensors: pip install 'zeroshard[torch]'"
+ELSEWHERE = "runs on Linux only, and this is {}; `zeroshard plan` and `explain` work here"
 
 
 def said(platform, *words):
@@ -52,10 +53,45 @@ def test_a_plan_needs_no_torch_and_no_linux(platform, words):
     assert there.stdout == here.stdout and len(there.stdout) > 1000
 
 
+def made(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    zero = zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=1)
+    zero.save(tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("words", ["ckpt inspect", "ckpt inspect --json", "ckpt verify"])
+def test_checkpoints_are_looked_at_and_checked_without_torch(tmp_path, words):
+    """On Linux and macOS, with what is said where torch is; a damaged byte is found there too."""
+    path = made(tmp_path)
+    here = subprocess.run([sys.executable, "-m", "zeroshard", *words.split(), path], capture_output=True, check=True)
+    for platform in ("linux", "darwin"):
+        command = [sys.executable, ROOT / "tests" / "laptop.py", platform, *words.split(), path]
+        there = subprocess.run(command, capture_output=True, timeout=60, check=True)
+        assert there.stdout == here.stdout
+    if words == "ckpt verify":
+        file = path / "rank00000.safetensors"
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+        line, code = said("darwin", *words.split(), path)
+        assert (code, "block 0 (bytes 0 to" in line) == (1, True)
+
+
+def test_the_page_is_written_without_torch(tmp_path):
+    """The same bytes as where torch is, of the walkthroughs."""
+    pages = []
+    for platform in ("linux", "darwin", "win32"):
+        assert said(platform, "explain", "--out", tmp_path / platform)[1] == 0
+        pages.append((tmp_path / platform).read_bytes())
+    subprocess.run([sys.executable, "-m", "zeroshard", "explain", "--out", tmp_path / "here"], check=True, timeout=60)
+    assert {*pages} == {(tmp_path / "here").read_bytes()}
+    assert said("linux", "explain", "--text")[1] == 0
+
+
 def test_all_else_says_what_it_needs():
     assert said("linux", "train") == (f"zeroshard: zeroshard train {NEEDS}", 2)
     assert said("linux", "plan", "a:b") == (f"zeroshard: zeroshard plan for this {NEEDS}", 2)
-    assert said("linux", "ckpt", "inspect", "x") == (f"zeroshard: zeroshard ckpt {NEEDS}", 2)
+    assert said("linux", "ckpt", "export", "x", "y") == (f"zeroshard: zeroshard ckpt {NEEDS}", 2)
+    assert said("win32", "ckpt", "inspect", "x") == (f"zeroshard: zeroshard ckpt {ELSEWHERE.format('win32')}", 2)
     assert said("darwin", "train") == (f"zeroshard: zeroshard train {ELSEWHERE.format('darwin')}", 2)
     assert said("win32", "verify", "a:b") == (f"zeroshard: zeroshard verify {ELSEWHERE.format('win32')}", 2)
     for platform in ("linux", "darwin", "win32"):

@@ -11,7 +11,8 @@ import zeroshard
 from zeroshard import Comm, Layout, Offload, shard
 from zeroshard.checkpoint.content import pieces
 from zeroshard.cli.main import app
-from zeroshard.explain.run import read, record_step
+from zeroshard.explain.reading import read
+from zeroshard.explain.run import record_step
 from zeroshard.layout import Spec, partition
 from zeroshard.planner import built, recipes, states
 from zeroshard.planner.machines import machine

@@ -20,7 +20,7 @@ import xxhash
 from torch import Tensor, nn
 
 from ..device import random_state, random_states_kept, set_random_state
-from ..digests import digest, raw
+from ..digests import raw
 from ..engine.accepted import block_of
 from ..engine.buffer import Buffer
 from ..engine.flat import Flat
@@ -28,13 +28,14 @@ from ..engine.fragment import Fragment, fixed_shapes, is_like, per_element
 from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
+from ..hashing import digest
 from ..layout import Bucket, Slot
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
 from ..stage import placements
 from ..strips import ONE_STRIP, Elements, Strips
 from ..tiers.tier import DeviceTier, OnDevice, Part
-from .files import DTYPES
+from .dtypes import DTYPES
 from .listed import Here, relist
 from .manifest import AVERAGE, VALUE, Saved, own_name, state_name
 

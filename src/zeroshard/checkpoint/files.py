@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
+import functools
 import json
 import mmap
 import os
@@ -25,15 +25,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..digests import digest, raw
 from ..errors import CheckpointError, UserError, check_local
-from ..tiers.tier import Part, present
+from ..hashing import digest
+from .dtypes import DTYPES
 from .staging import clean, discard, owner, place_beside, sync, temporary
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..tiers.tier import Part
 
 BLOCK = 4 << 20  # bytes under one digest
 THREADS = 2  # that read: while one waits for the disk, another digests
@@ -41,12 +43,6 @@ MANIFEST, MANIFEST_LIMIT = "manifest.json", 64 << 20  # bytes: the digests of 5 
 FILE = re.compile(r"rank[0-9]{5}\.safetensors")
 OURS = re.compile(r"rank[0-9]{5}\.(safetensors|json)")
 OPEN = 256  # files that a reader has open where it opens them one by one: a process may have 1,024
-DTYPES = {  # as safetensors spells them
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 _PREFIX = '{{"digest":"{}","manifest":'
 
 
@@ -74,6 +70,9 @@ def part_of(file: str) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Part]) -> Written:
     """Write a safetensors file, and have it on the disk when this returns."""
+    from ..digests import raw
+    from ..tiers.tier import present
+
     header: dict[str, Any] = {}
     at = 0
     for name, tensor in tensors.items():
@@ -105,8 +104,11 @@ class _NewFile:
         self._buffer = memoryview(mmap.mmap(-1, BLOCK))  # O_DIRECT wants memory, offset and length in whole pages
         self._filled = 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        import fcntl
+
+        self._set = functools.partial(fcntl.fcntl, self._descriptor, fcntl.F_SETFL)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, os.O_DIRECT)
+            self._set(os.O_DIRECT)
 
     def __enter__(self) -> _NewFile:
         return self
@@ -143,7 +145,7 @@ class _NewFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, 0)  # not in pages of this size
+            self._set(0)  # not in pages of this size
             return os.pwrite(self._descriptor, pages, at)
 
 

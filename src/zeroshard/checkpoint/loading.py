@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..digests import digest
 from ..engine.buffer import Buffer
 from ..engine.fragment import Fragment, fresh_states, made_of, planes, rests_away
 from ..engine.optim import Binding
 from ..errors import CheckpointError, PeerError
 from ..fields import check_flag
+from ..hashing import digest
 from ..layout import Slot
 from ..numerics import unrepeated
 from ..ranks.agreement import Group

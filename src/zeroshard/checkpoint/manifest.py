@@ -21,16 +21,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from ..digests import raw
 from ..errors import CheckpointError, UserError
 from ..strips import ONE_STRIP, Strips
-from .files import BLOCK, MANIFEST, TORCH_DTYPES, Reader, canonical, damaged, opened, read_manifest, replaced
+from .dtypes import TORCH_DTYPES
+from .files import BLOCK, MANIFEST, Reader, canonical, damaged, opened, read_manifest, replaced
 from .parts import nearest, rank_of, read_part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FORMAT, VERSION = "zeroshard checkpoint", 2
 UNCUT = 1  # the version that all read which know of no `strips`: of checkpoints in which there are none
@@ -381,7 +382,7 @@ class Saved:
 
     def interval(self, key: tuple[str, str], start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of a parameter's state, as saved. 1-D, on the CPU."""
-        out = torch.empty(stop - start, dtype=self.dtypes[key], device="cpu")
+        out = _empty(stop - start, self.dtypes[key])
         self.fill(key, start, out)
         return out
 
@@ -396,11 +397,11 @@ class Saved:
             place = out.detach()[at : at + high - low]
             offset = part.offset + (low - part.start) * part.dtype.itemsize
             if place.device.type == "cpu" and place.dtype == part.dtype and place.is_contiguous():
-                self.reader.read(part.file, offset, raw(place), later=later)
+                self.reader.read(part.file, offset, _raw(place), later=later)
                 continue
-            scratch = torch.empty(min(place.numel(), CHUNK), dtype=part.dtype, device="cpu")
+            scratch = _empty(min(place.numel(), CHUNK), part.dtype)
             for piece in place.split(CHUNK):
-                self.reader.read(part.file, offset, raw(scratch[: piece.numel()]))
+                self.reader.read(part.file, offset, _raw(scratch[: piece.numel()]))
                 piece.copy_(scratch[: piece.numel()])
                 offset += piece.numel() * part.dtype.itemsize
 
@@ -433,16 +434,16 @@ class Saved:
 
     def read(self, stored: Stored) -> Tensor:
         """Read a tensor that was saved whole."""
-        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        self.reader.read(stored.file, stored.offset, raw(out))
+        out = _empty(stored.shape, stored.dtype)
+        self.reader.read(stored.file, stored.offset, _raw(out))
         return out
 
     def blocks(self, stored: Stored) -> Iterator[tuple[int, Tensor]]:
         """Yield the elements that one file holds of a tensor, a block at a time: (flat index of the first; 1-D)."""
         numel_each, last = BLOCK // stored.dtype.itemsize, numel(stored.shape)
         for first in range(0, last, numel_each):
-            out = torch.empty(min(numel_each, last - first), dtype=stored.dtype, device="cpu")
-            self.reader.read(stored.file, stored.offset + first * stored.dtype.itemsize, raw(out))
+            out = _empty(min(numel_each, last - first), stored.dtype)
+            self.reader.read(stored.file, stored.offset + first * stored.dtype.itemsize, _raw(out))
             yield stored.start + first, out
 
     @classmethod
@@ -467,6 +468,18 @@ class Saved:
             saved.reader.close()
 
 
+def _empty(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    import torch
+
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    from ..digests import raw
+
+    return raw(tensor)
+
+
 def check_loads(folder: Path, manifest: dict[str, Any]) -> None:
     """Raise `CheckpointError` for a manifest that no load would take, before it is written."""
     Saved(folder, -1, json.loads(canonical(manifest)))
@@ -484,6 +497,11 @@ def state_name(parameter: str, key: Any) -> str:
 def own_name(state: str) -> str:
     """Return the optimizer's name of a saved state: `state_name` undone."""
     return state.removeprefix("optimizer:") if APART.fullmatch(state) else state
+
+
+def by_number(name: str) -> list[tuple[int, str]]:
+    """Return a sorting key that puts blocks.2 before blocks.10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def numel(shape: tuple[int, ...]) -> int:
@@ -537,6 +555,8 @@ def siblings(folder: Path) -> list[Path]:
 
 def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     """Convert what the user saves along to JSON: objects by their `state_dict()`, tensors by a reference."""
+    from torch import Tensor
+
     if hasattr(value, "state_dict") and callable(value.state_dict):
         return plain(where, value.state_dict(), tensors)
     if isinstance(value, Tensor):

@@ -27,7 +27,9 @@ from ..errors import UserError, check_local
 
 LEFTOVER = re.compile(r"\..+\.saving-([0-9a-f]{16})-([0-9]+)-([0-9]+)-[0-9a-f]{8}")
 ABANDONED = 86400.0  # seconds without a write, after which another machine's folder counts as a leftover
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # Ctrl-C unwinds by itself, and nothing can be done about SIGKILL
+ENDINGS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+)  # Ctrl-C unwinds by itself, and nothing can be done about SIGKILL
 
 
 def place_beside(path: Path, owner: str) -> Path:

@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.markup import escape
 
-from zeroshard.checkpoint.files import BLOCK, DTYPES, FILE, MANIFEST
-from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, numel, order
+from zeroshard.checkpoint.dtypes import DTYPES
+from zeroshard.checkpoint.files import BLOCK, FILE, MANIFEST
+from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, by_number, numel, order
 from zeroshard.checkpoint.staging import under_way
 from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
-from zeroshard.digests import digest
 from zeroshard.errors import CheckpointError, check_local
-from zeroshard.integrations.export import by_number
+from zeroshard.hashing import digest
 
 CONTAINERS = ("map", "list", "tuple")
 

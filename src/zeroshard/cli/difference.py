@@ -11,11 +11,11 @@ import torch
 from rich.markup import escape
 from torch import Tensor
 
-from zeroshard.checkpoint.files import BLOCK, DTYPES
-from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, numel
+from zeroshard.checkpoint.dtypes import DTYPES
+from zeroshard.checkpoint.files import BLOCK
+from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, by_number, numel
 from zeroshard.cli import launch, screen
 from zeroshard.cli.checkpoints import leaves, open_checkpoint
-from zeroshard.integrations.export import by_number
 
 SHOWN = 40  # rows of the table; --json has all
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -62,7 +62,7 @@ def _compared(runs: Sequence[str | Path]) -> dict[str, Any]:
 
 
 def _read(run_dir: str | Path) -> dict[str, Any]:
-    from zeroshard.explain.run import read
+    from zeroshard.explain.reading import read
 
     try:
         return read(Path(run_dir))

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.content import ModelState, persistent
-from ..checkpoint.files import DTYPES, absolute, publish
-from ..checkpoint.manifest import VALUE, Saved, numel
+from ..checkpoint.dtypes import DTYPES
+from ..checkpoint.files import absolute, publish
+from ..checkpoint.manifest import VALUE, Saved, by_number, numel
 from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..digests import raw
 from ..engine.buffer import Buffer
@@ -173,11 +174,6 @@ def _check_names(name: str, ties: Sequence[str]) -> None:
             got="a name that the format keeps for itself" if kept else "half of a character",
             instead="another name for the parameter or buffer; zero.save takes any",
         )  # fmt: skip
-
-
-def by_number(name: str) -> list[tuple[int, str]]:
-    """Return a sorting key that puts blocks.2 before blocks.10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _write(descriptor: int, data: Any, offset: int) -> None:

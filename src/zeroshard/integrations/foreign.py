@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.content import _option
-from ..checkpoint.files import DTYPES, absolute, make_room, publish, write_manifest, write_tensors
+from ..checkpoint.dtypes import DTYPES
+from ..checkpoint.files import absolute, make_room, publish, write_manifest, write_tensors
 from ..checkpoint.manifest import FORMAT, UNCUT, VALUE, check_loads, orders, plain, state_name
 from ..checkpoint.staging import discard, owner, place_beside, temporary
 from ..engine.accepted import check_option

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.files import DTYPES
+from ..checkpoint.dtypes import DTYPES
 from ..errors import CheckpointError, Error, UserError
 from .foreign import Found, Hints, Lazy, of, one_name, plain_only, refuse_odd, shared_names
 from .pickles import read_metadata, read_torch

@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 
 from ..device import Event, ask, sent
-from ..digests import digest, raw
+from ..digests import raw
 from ..ended import at_end_of
 from ..errors import TierError
 from ..events import HOST, NVME, Ledger, ends
 from ..features import Feature
+from ..hashing import digest
 from ..headroom import BUFFERS, aligned
 from ..numerics import same_bits, simulated
 from .offload import Offload

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from zeroshard import digests
+from zeroshard import digests, hashing
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import BLOCK
 
@@ -56,7 +56,7 @@ def test_a_file_holds_exactly_its_tensors(tmp_path, monkeypatch, way, numel):
     written = files.write_tensors(tmp_path / "file", given)
     data = (tmp_path / "file").read_bytes()
     assert written.nbytes == len(data)
-    assert written.digests == [digests.digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+    assert written.digests == [hashing.digest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
     read = safetensors.torch.load_file(tmp_path / "file")
     assert read.keys() == given.keys()
     for name, tensor in given.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import ranks
 import zeroshard
 from test_trainer import examples, llama
 from trainers import LIMIT
+from zeroshard.planner.simulate import simulate
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -49,8 +52,17 @@ def build(base):
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
+def job(base):
+    return {
+        "model": lambda: build(base),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        "batch": lambda step, at: torch.tensor([row["input_ids"] for row in examples(MICRO * step + at + 1)]),
+        "loss": lambda model, rows: model(input_ids=rows, labels=rows).loss,
+    }
+
+
 def trained(base, stage, world, folder=None):
-    """By step and micro-batch the losses of this rank's; the adapter at the end; bytes of parameters that rest here.
+    """By step and micro-batch the losses of this rank's; the adapter at the end; bytes by state that rest here.
 
     folder: it is saved there after a step, and loaded before the next one.
     """
@@ -64,21 +76,23 @@ def trained(base, stage, world, folder=None):
             loss = model(input_ids=rows, labels=rows).loss
             (loss * world / MICRO).backward()
             losses[step, at] = loss.item()
+            del loss  # and with it its graph, which may hold weights
         optimizer.step()
         optimizer.zero_grad()
         if step == 0 and folder is not None:
             zero.save(folder)
     if folder is not None:
         zero.load(folder)
+    held = dict(zero.ledger().held)
     with zero.gathered():
         adapter = {name: param.tolist() for name, param in model.named_parameters() if "lora" in name}
-    return losses, adapter, zero.ledger().held["parameters"]
+    return losses, adapter, held
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("base", BASES)
 def test_adapters_over_a_base_in_4_bits(tmp_path, base):
-    """At stages 0 to 3 on two ranks as on one, with the base sharded as all else."""
+    """At stages 0 to 3 on two ranks as on one, with the base sharded as all else, and held as planned."""
     pytest.importorskip(base)
     plain = ranks.run(1, trained, base, 0, 1, group="env", timeout=LIMIT)[0]
     whole = 0
@@ -86,8 +100,12 @@ def test_adapters_over_a_base_in_4_bits(tmp_path, base):
         first, second = ranks.run(2, trained, base, stage, 2, group="env", timeout=LIMIT)
         assert first[0] | second[0] == plain[0]
         assert first[1] == second[1] == plain[1]
-        whole = first[2] if stage == 0 else whole
-        assert first[2] + second[2] == whole * (2 if stage < 3 else 1)
+        rest = [each[2]["parameters"] for each in (first, second)]
+        whole = rest[0] if stage == 0 else whole
+        assert sum(rest) == whole * (2 if stage < 3 else 1)
+        for rank, each in enumerate((first, second)):  # a plan knows all of it, to the byte
+            planned = simulate(partial(job, base), ranks=2, rank=rank, stage=stage, accumulate=MICRO // 2).ledger.held
+            assert {state: n for state, n in planned.items() if n} == {state: n for state, n in each[2].items() if n}
     saved = [
         ranks.run(n, trained, base, stage, n, tmp_path / "a", group="env", timeout=LIMIT)[0][1]
         for n, stage in ((2, 3), (1, 0))

@@ -9,10 +9,12 @@ import re
 import resource
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import models
 import ranks
@@ -362,6 +364,54 @@ def test_a_model_on_meta(stage):
     """What is built on the meta device is materialised in a simulation as in a run."""
     run = simulate(on_meta, ranks=2, stage=stage)
     assert run.ledger.held["parameters"] == {0: 4096, 3: 2048}[stage]  # two units of 512 elements, padding included
+
+
+class Packed(nn.Parameter):
+    """Two numbers in a byte, as bitsandbytes has them: not to be made of a tensor without values."""
+
+    def __new__(cls, data, scales):
+        made = torch.Tensor._make_subclass(cls, data, False)
+        made.scales = scales
+        return made
+
+
+class Linear4(nn.Module):
+    def __init__(self):
+        super().__init__()
+        codes = torch.randint(256, (64, 32), dtype=torch.uint8)
+        assert codes.sum() > 0  # which asks for values
+        self.packed = Packed(codes, SimpleNamespace(of=torch.rand(64, 1)))
+        self.bias = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x):
+        codes = self.packed.view(torch.uint8)
+        weight = torch.cat([codes & 15, codes >> 4], 1) / 15 * self.packed.scales.of
+        return nn.functional.linear(x, weight, self.bias)
+
+
+def packed(model):
+    return block() | {"model": model, "batch": lambda step, index: torch.ones(3, 64)}
+
+
+def held_by(stage):
+    parts = packed(Linear4())
+    optimizer = parts["optimizer"](parts["model"].parameters())
+    zero = zeroshard.shard(parts["model"], optimizer, stage=stage)
+    parts["loss"](parts["model"], parts["batch"](0, 0)).backward()
+    optimizer.step()
+    return {state: n for state, n in zero.ledger().held.items() if n}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_is_made_with_values(stage):
+    """The job returns a function that makes it; then its tensors have none, nor has what hangs on them."""
+    with pytest.raises(UserError, match="function raised"):
+        simulate(lambda: packed(Linear4()), ranks=2, stage=stage)
+    run = simulate(lambda: packed(Linear4), ranks=2, stage=stage)
+    assert {state: n for state, n in run.ledger.held.items() if n} == ranks.run(2, held_by, stage)[0]
+    weight = run.zero.model.packed
+    assert isinstance(weight, FakeTensor)
+    assert isinstance(weight.scales.of, FakeTensor)
 
 
 def all_frozen():

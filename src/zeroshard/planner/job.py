@@ -134,8 +134,13 @@ def _load(path: Path) -> ModuleType:
     return module
 
 
-def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
-    """Call the function (with `device` as torch's default device, "meta" for shapes only) and check what it returns."""
+def build(
+    job: str | Callable[[], Any], *, device: str | None = None, make: Callable[[Callable[[], Any]], Any] | None = None
+) -> Job:
+    """Call the function (with `device` as torch's default device, "meta" for shapes only) and check what it returns.
+
+    make: calls a model that is a function, which has to be made with values. By default it is just called.
+    """
     import torch
 
     from ..integrations.jobs import parts_of
@@ -145,6 +150,9 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
     try:
         with where:
             parts = function()
+            model = parts.get("model") if isinstance(parts, dict) else None
+            if callable(model) and not isinstance(model, torch.nn.Module):
+                parts = {**parts, "model": model() if make is None else make(model)}
     except Exception as error:
         raise UserError(
             "the job's function raised",
@@ -158,7 +166,7 @@ def build(job: str | Callable[[], Any], *, device: str | None = None) -> Job:
         raise UserError(
             "the job's function must return a dict with a model",
             where=f"{name}()",
-            expected="{'model': nn.Module, 'optimizer': ..., 'batch': ..., 'loss': ...}",
+            expected="{'model': nn.Module or a function that makes it, 'optimizer': ..., 'batch': ..., 'loss': ...}",
             got=type(parts).__name__ if not isinstance(parts, dict) else f"a dict of {sorted(map(str, parts))}",
         )
     for key in parts:

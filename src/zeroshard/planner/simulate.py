@@ -8,6 +8,7 @@ values); its states are what it makes itself when asked with a tiny parameter.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import warnings
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor,
@@ -101,7 +102,7 @@ def simulate(
     if isinstance(job, str):
         find(job)  # imported outside the mode: what the module makes has values
     with without_values() as mode:
-        built = build(job)
+        built = build(job, make=lambda function: _emptied(mode, function))
         built.need("optimizer", "batch", "loss")
         optimizers = built.optimizers()
         for each in optimizers:
@@ -211,6 +212,38 @@ def _drawn(job: Job, mode: FakeTensorMode, step: int, index: int) -> Any:
 
 def _fake(mode: FakeTensorMode, made: Any) -> Any:
     return tree_map_only(Tensor, lambda each: each if isinstance(each, FakeTensor) else mode.from_tensor(each), made)
+
+
+def _emptied(mode: FakeTensorMode, make: Callable[[], Any]) -> Any:
+    """Make a model with values, as one whose weights are quantized has to be, and take these from it."""
+    with unset_fake_temporarily():
+        model = make()
+    found: dict[int, Any] = {}
+
+    def emptied(value: Any) -> Any:
+        """Return a tensor without values, or a copy of an object that has such tensors."""
+        if id(value) not in found:
+            inner = getattr(value, "__dict__", {})
+            holds = any(isinstance(each, Tensor) or id(each) in found for each in inner.values())
+            made: Any
+            if isinstance(value, Tensor):
+                found[id(value)] = made = mode.from_tensor(value.detach().as_subclass(Tensor))
+                if isinstance(value, nn.Parameter):
+                    found[id(value)] = made = nn.Parameter(made, value.requires_grad)
+            elif holds:
+                found[id(value)] = made = copy.copy(value)
+            else:
+                return value
+            for name, each in inner.items():  # such as the scales of what is quantized
+                setattr(made, name, emptied(each))
+            kept.append(value)
+        return found[id(value)]
+
+    kept: list[Any] = []  # or another object may come to the place of one that is gone
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            table.update({name: emptied(tensor) for name, tensor in table.items() if tensor is not None})
+    return model
 
 
 class _FakeElsewhere(TorchFunctionMode):

@@ -22,7 +22,7 @@ def loop(config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = zeroshard.shard(model, optimizer, stage=3)  # over the process group that Ray has made
+    zero = zeroshard.shard(model, optimizer, stage=config["stage"])  # over the process group that Ray has made
     start = zero.load(train.get_checkpoint().path).extra["step"] if train.get_checkpoint() else 0
     for step in range(start, config["steps"]):
         for turn in range(turns := 4 // zero.world_size):  # four micro-batches a step, on 1, 2 or 4 workers
@@ -41,4 +41,4 @@ def loop(config):
 if __name__ == "__main__":
     run = train.RunConfig("run", storage_path=sys.argv[1], failure_config=train.FailureConfig(max_failures=3))
     workers = train.ScalingConfig(num_workers=2)  # another number goes on where this name is the same
-    TorchTrainer(loop, train_loop_config={"steps": 100}, scaling_config=workers, run_config=run).fit()
+    TorchTrainer(loop, train_loop_config={"steps": 100, "stage": 3}, scaling_config=workers, run_config=run).fit()

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
-BELOW = "worlds"  # stands under torch.distributed, and knows no feature: its words mean other things
+APART = "worlds/", "runlog/"  # know no feature, one under torch.distributed: their words mean other things
 # Of what goes together, what rests where, the commands' options, what a codec does, where features hook in: none counts.
 TABLES = "engine/refused.py", "resting.py", "planner/options.py", "engine/codec.py", "features.py"
 
@@ -311,7 +311,7 @@ def naming(feature: Feature, files: dict[str, dict[int, str]]) -> dict[str, list
             if named.search(line) and not unless.search(line) and not line.lstrip().startswith(("from ", "import "))
         ]
         for name, lines in files.items()
-        if name not in {*TABLES, *feature.own, *feature.homonyms} and not name.startswith(f"{BELOW}/")
+        if name not in {*TABLES, *feature.own, *feature.homonyms} and not name.startswith(APART)
     }
     return {name: lines for name, lines in found.items() if lines}
 

@@ -39,7 +39,14 @@ ORDER = (
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/on_signal.py", "checkpoint/loading.py",
     "batches.py", "sharded.py", "api.py",
 )  # fmt: skip
-AROUND = ("planner", "explain", "integrations", "cli", "worlds")  # rooms that use the core; nothing in it uses them
+AROUND = (
+    "planner",
+    "explain",
+    "integrations",
+    "cli",
+    "worlds",
+    "runlog",
+)  # rooms that use the core; nothing in it uses them
 OUTSIDE = {
     "web": "The page's source, in Svelte; `make web` builds it into the package.",
     "examples": "Programs to copy.",

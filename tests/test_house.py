@@ -29,6 +29,7 @@ PUBLIC = [
     "Layout",
     "Offload",
     "Precision",
+    "RunLog",
     "Zero",
     "apart",
     "load",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .numerics import Precision as Precision
     from .planner.plan import plan as plan
     from .ranks.comm import Comm as Comm
+    from .runlog.record import RunLog as RunLog
     from .tiers.offload import Offload as Offload
     from .worlds.world import world as world
 
@@ -45,6 +46,7 @@ _HOME = {
     "Layout": "layout",
     "Offload": "tiers.offload",
     "Precision": "numerics",
+    "RunLog": "runlog.record",
     "Zero": "api",
     "apart": "engine.apart",
     "load": "integrations.weights",
@@ -60,6 +62,7 @@ __all__ = [
     "Layout",
     "Offload",
     "Precision",
+    "RunLog",
     "Zero",
     "apart",
     "load",
@@ -75,9 +78,8 @@ OLDEST = 2, 11  # torch, as in pyproject.toml
 def check_place(what: str) -> None:
     """Raise `ImportError` for what trains where nothing can be trained: off Linux, or without a torch that it knows."""
     if sys.platform != "linux":  # files, processes and memory are asked for in Linux' own ways
-        raise ImportError(
-            f"{what} runs on Linux only, and this is {sys.platform}; `zeroshard plan` and `explain` work here"
-        )
+        here = "`zeroshard plan` and `explain` work here" + ", and `ckpt inspect`" * (sys.platform == "darwin")
+        raise ImportError(f"{what} runs on Linux only, and this is {sys.platform}; {here}")
     if any(importlib.util.find_spec(each) is None for each in EXTRA):
         raise ImportError(missing(what))
     import torch

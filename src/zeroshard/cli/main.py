@@ -35,6 +35,7 @@ for command in (
     looking.explain,
     planning.plan,
     looking.verify,
+    looking.diff,
     planning.simulate,
     looking.doctor,
 ):

@@ -1,4 +1,4 @@
-"""`zeroshard explain`, `zeroshard verify`, `zeroshard doctor` and `zeroshard ckpt`."""
+"""`zeroshard explain`, `verify`, `diff`, `doctor` and `ckpt`."""
 
 from __future__ import annotations
 
@@ -163,6 +163,26 @@ def verify(
         own = question.ranks if "ranks" in given else None
         raise typer.Exit(verify_scenarios(question, ranks=own, as_json=as_json))
     raise typer.Exit(run_verify(question, as_json=as_json))
+
+
+@takes()
+def diff(
+    first: Annotated[str, typer.Argument(metavar="RUN", help="A folder that RunLog wrote.", show_default=False)],
+    second: Annotated[str, typer.Argument(metavar="OTHER", help="Of the other run.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Find the first step, tensor and element in which two runs differ, and of what kind the difference is.
+
+    The runs are of any engine: plain PyTorch, DDP, FSDP2, zeroshard. Two lines in a training loop log one:
+
+      log = zeroshard.RunLog("runs/a", model, optimizer)
+      log.backward(loss)                                  # after each loss.backward()
+
+    Exit code 0 says that all logged steps have the same bits; 1 that they part.
+    """
+    from zeroshard.cli.diff import diff as run_diff
+
+    raise typer.Exit(run_diff(first, second, as_json=as_json))
 
 
 @takes()

@@ -68,5 +68,5 @@ web: ## the page's template and the list of what is in it, from web/ into the pa
 	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html && cp dist/page.cdx.json ../src/zeroshard/explain/
 
 release: install ## sdist and wheel in dist/, checked, and the wheel's commands run in an environment of its own; uploads nothing
-	$(BIN)/pip install -q --group release && rm -rf dist && $(BIN)/hatchling build -d dist && $(BIN)/twine check --strict dist/*
+	$(BIN)/pip install -q -c constraints.txt --group release && rm -rf dist && $(BIN)/hatchling build -d dist && $(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv --clear dist/.venv && dist/.venv/bin/pip install -q dist/*.whl && dist/.venv/bin/zeroshard plan --params 70B --ranks 64 --gpu h100-80

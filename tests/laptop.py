@@ -5,6 +5,8 @@ By another name of the platform, and without modules that it lacks; the rest of 
 
 import importlib.abc
 import importlib.util
+import os
+import signal
 import sys
 import sysconfig
 
@@ -13,6 +15,14 @@ import typer.main
 
 platform, *words = sys.argv[1:]
 gone = {"torch", "numpy", "safetensors"}
+if platform == "win32":
+    for module, names in (
+        (os, ("register_at_fork", "fork", "O_DIRECT", "O_NOFOLLOW", "O_NONBLOCK", "preadv")),
+        (signal, ("SIGHUP",)),
+    ):
+        for name in names:
+            if hasattr(module, name):
+                delattr(module, name)
 gone |= {"fcntl", "resource", "termios", "pwd", "grp"} if platform == "win32" else set()
 find = importlib.util.find_spec
 

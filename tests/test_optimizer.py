@@ -27,7 +27,7 @@ import reference
 import zeroshard
 from ranks import RankFailure
 from zeroshard import Layout, Offload, Precision
-from zeroshard.engine.accepted import by_bucket
+from zeroshard.engine.accepted import block_of, by_bucket
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
 from zeroshard.planner import predict_states
 
@@ -414,6 +414,17 @@ def test_quantized_states_of(package, kind, tmp_path):
     for world, stage in ((2, 2), (1, 0)):
         for weights, _ in ranks.run(world, quantized, package, kind, stage, None, tmp_path / "a"):
             reference.assert_same(weights, want)
+
+
+def test_options_of_bitsandbytes_are_kept_or_refused():
+    """The least tensor that has states of 8 bits is a block's length; options by a parameter's id have no shard to go to."""
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    weight = [torch.nn.Parameter(torch.zeros(8))]
+    assert block_of(bitsandbytes.optim.AdamW8bit(weight)) == 4096
+    assert block_of(bitsandbytes.optim.AdamW8bit(weight, min_8bit_size=10_000)) == 12_288
+    model = bitsandbytes.nn.StableEmbedding(64, 64)
+    with pytest.raises(UserError, match="GlobalOptimManager"):
+        zeroshard.shard(model, bitsandbytes.optim.AdamW8bit(model.parameters()))
 
 
 def test_quantized_weights_of_torchao_are_named():

@@ -14,6 +14,7 @@ from zeroshard.planner import gpus
 ROOT = Path(__file__).parents[2]
 NEEDS = "needs torch and numpy and safetensors: pip install 'zeroshard[torch]'"
 ELSEWHERE = "runs on Linux only, and this is {}; `zeroshard plan` and `explain` work here"
+MAC = ", and `ckpt inspect`"
 
 
 def said(platform, *words):
@@ -92,13 +93,13 @@ def test_all_else_says_what_it_needs():
     assert said("linux", "plan", "a:b") == (f"zeroshard: zeroshard plan for this {NEEDS}", 2)
     assert said("linux", "ckpt", "export", "x", "y") == (f"zeroshard: zeroshard ckpt {NEEDS}", 2)
     assert said("win32", "ckpt", "inspect", "x") == (f"zeroshard: zeroshard ckpt {ELSEWHERE.format('win32')}", 2)
-    assert said("darwin", "train") == (f"zeroshard: zeroshard train {ELSEWHERE.format('darwin')}", 2)
+    assert said("darwin", "train") == (f"zeroshard: zeroshard train {ELSEWHERE.format('darwin')}{MAC}", 2)
     assert said("win32", "verify", "a:b") == (f"zeroshard: zeroshard verify {ELSEWHERE.format('win32')}", 2)
     for platform in ("linux", "darwin", "win32"):
         assert said(platform, "verify", "--help")[1] == said(platform, "--version")[1] == 0
 
 
-@pytest.mark.parametrize(("platform", "says"), [("darwin", ELSEWHERE.format("darwin")), ("linux", NEEDS)])
+@pytest.mark.parametrize(("platform", "says"), [("darwin", ELSEWHERE.format("darwin") + MAC), ("linux", NEEDS)])
 def test_what_trains_says_what_it_needs_when_it_is_asked_for(monkeypatch, platform, says):
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ranks
 from trainers import LIMIT, fresh, run_example, same_at_all_stages
 from zeroshard import Layout
-from zeroshard.errors import CheckpointError, UserError
+from zeroshard.errors import CheckpointError, StateError, UserError
 from zeroshard.integrations.jobs import parts_of
 from zeroshard.planner import shapes
 
@@ -325,13 +325,71 @@ def test_an_adapter_over_a_folder_of_pretrained_weights(tmp_path):
                 assert 0.8 < found.std() / want.std() < 1.25  # drawn anew
             else:
                 assert torch.equal(found, want), name
-    with pytest.raises(CheckpointError, match=r"(?s)gaussian.*lora_embedding_A.*not on meta"):
+    with pytest.raises(CheckpointError, match=r"(?s)lora_.*gaussian.*not on meta"):
         zeroshard.load(adapted(use_dora=True), tmp_path)
+    with pytest.raises(UserError, match=r"(?s)lora_.*init=function"):
+        zeroshard.shard(adapted(), None)
+    zero.save(tmp_path / "saved")
+    again = zeroshard.load(adapted(use_dora=False), tmp_path / "saved")  # the adapter comes from there
+    with zero.gathered(), again.gathered():
+        for found, want in zip(again.model.parameters(), model.parameters(), strict=True):
+            assert torch.equal(found, want)
     (tmp_path / "model.safetensors").unlink()
     other = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, hidden_size=32, num_hidden_layers=1))
     other.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"(?s)layers.1.self_attn.q_proj.base_layer.weight' is not in the folder"):
         zeroshard.load(adapted(), tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_first_values_of_several_adapters_and_copies(tmp_path, stage):
+    """Of an embedding's adapters each has its own; a head that is a unit by itself; a copy of a tied head is the head."""
+    import zeroshard
+
+    peft = pytest.importorskip("peft")
+
+    def wide():  # so wide that each matrix of the head's adapter is a unit
+        torch.manual_seed(1)
+        sizes = {"vocab_size": 16_384, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+        return transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
+        )
+
+    wide().save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = peft.get_peft_model(wide(), peft.LoraConfig(target_modules=["embed_tokens", "q_proj"], r=8))
+        model.add_adapter("other", peft.LoraConfig(target_modules=["embed_tokens"], r=4))
+    with zeroshard.load(model, tmp_path, stage=stage).gathered():
+        inner = model.base_model.model.model.embed_tokens
+        for adapter in ("default", "other"):
+            assert not inner.lora_embedding_A[adapter].any()
+            assert 0.9 < inner.lora_embedding_B[adapter].std() < 1.1
+    with torch.device("meta"):
+        config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+        model = peft.get_peft_model(wide(), config)
+    with zeroshard.load(model, tmp_path, stage=stage).gathered():
+        assert torch.equal(model.base_model.model.lm_head.modules_to_save["default"].weight, wide().lm_head.weight)
+    with torch.device("meta"):
+        model = peft.get_peft_model(wide(), peft.LoraConfig(target_modules=["lm_head"], r=8))
+    with zeroshard.load(model, tmp_path, stage=stage).gathered():
+        assert not model.base_model.model.lm_head.lora_B["default"].weight.any()
+        assert model.base_model.model.lm_head.lora_A["default"].weight.std() > 0.05
+
+
+def test_a_model_on_meta_is_filled_by_train_alone(tmp_path):
+    """Before it nothing is computed or saved, and a checkpoint of whole weights is refused, not passed over."""
+    llama().save_pretrained(tmp_path / "base")
+    whole = trainer(None, tmp_path / "whole", save_strategy="steps", save_steps=2, save_only_model=True, max_steps=2)
+    whole.train()
+    with torch.device("meta"):
+        model = llama()
+    made = trainer(3, tmp_path / "run", model, weights=tmp_path / "base")
+    for call in (made.evaluate, lambda: made.predict(examples(2)), made.save_model):
+        with pytest.raises(StateError, match=r"before train\(\)"):
+            call()
+    with pytest.raises(CheckpointError, match=r"(?s)on meta cannot take whole weights.*weights="):
+        made.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 
 def test_what_cannot_work_is_refused(tmp_path):

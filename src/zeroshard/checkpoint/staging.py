@@ -64,7 +64,8 @@ def _started(process: int) -> int | None:
 
 
 _temporary: set[Path] = set()  # folders of this process, until they are published or removed
-os.register_at_fork(after_in_child=_temporary.clear)  # a child's end is not its parent's
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_temporary.clear)  # a child's end is not its parent's
 
 
 def temporary(folder: Path) -> Path:

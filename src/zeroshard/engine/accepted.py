@@ -59,7 +59,20 @@ def block_of(optimizer: Any) -> int | None:
     block = 1 if getattr(optimizer, "elementwise", False) else getattr(kind, "block", None)
     block = WHOLE if getattr(optimizer, "whole", False) is True else block
     known = TOGETHER.get(kind.__module__.partition(".")[0], {}).get(kind.__name__)
+    if known and (smallest := getattr(getattr(optimizer, "args", None), "min_8bit_size", 0)) > known:
+        known = -(-smallest // known) * known  # bitsandbytes': no smaller tensor has states of 8 bits
     return block if isinstance(block, int) else known
+
+
+def _check_overrides(optimizer: Any) -> None:
+    """Refuse options of single parameters that bitsandbytes knows by their ids: its optimizer gets parts of these."""
+    manager = getattr(optimizer, "mng", None)
+    if found := getattr(manager, "pid2config", None) or getattr(manager, "module_weight_config_triple", None):
+        raise UserError(
+            "bitsandbytes' GlobalOptimManager has options for single parameters, and their shards are others",
+            where=type(optimizer).__name__, got=f"{len(found)} overrides (StableEmbedding makes one)",
+            instead="torch.nn.Embedding, and an optimizer of 32 bits beside it for what needs that",
+        )  # fmt: skip
 
 
 def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, replicated: bool) -> dict[str, int]:
@@ -69,6 +82,8 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
     """
     found = together({record.name: (record.names, record.param.numel()) for record in managed}, layout)
     records = {id(record.param): record for record in managed}
+    for optimizer in optimizers:
+        _check_overrides(optimizer)
     for optimizer in () if replicated or layout.bounds == "tensor" else optimizers:
         for record in (records.get(id(param)) for param in updated(optimizer)):
             block = block_of(optimizer)

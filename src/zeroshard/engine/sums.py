@@ -293,7 +293,8 @@ class Sums(Flow[Sent, Tensor]):
                 accumulator.sum.behind()
             except TierError as error:
                 self.group.report(error)
-        self.leave(LEAVING * self._staged(accumulator))
+        if average is not None and unused[0] is None:
+            self.leave(LEAVING * self._staged(accumulator))
         for memory in unused:
             self.scratch.give_back(memory)
         self._stored(sent.contribution)

@@ -276,13 +276,18 @@ class Initialiser:
     def __init__(self, model: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
         self._init = init
         self._own: dict[int, Callable[[nn.Module], None]] = {}
+        self._adapters: set[int] = set()  # modules of PEFT's: their layer knows the first values, and they do not
         for module in model.modules():  # the inner ones last
+            for inner in (getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())):
+                self._adapters |= set(map(id, inner.modules() if isinstance(inner, nn.Module) else ()))
             own: Any = getattr(module, "_init_weights", None)
             if callable(own) and len(inspect.signature(own).parameters) == 1:
                 self._own |= dict.fromkeys(map(id, module.modules()), own)
 
     def knows(self, module: nn.Module) -> bool:
-        return self._init is not None or id(module) in self._own or hasattr(type(module), "reset_parameters")
+        if self._init is not None or id(module) in self._adapters:
+            return self._init is not None
+        return id(module) in self._own or hasattr(type(module), "reset_parameters")
 
     def __call__(self, module: nn.Module) -> None:
         if self._init is not None:

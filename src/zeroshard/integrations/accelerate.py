@@ -152,6 +152,11 @@ class ZeroAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward; refuse gradients of a model whose optimizer was not prepared, which no rank would average."""
+        if loss.is_meta:
+            raise StateError(
+                "the loss is on meta: the model was prepared without an optimizer, and holds nothing",
+                instead="model, optimizer = accelerator.prepare(model, optimizer)",
+            )  # fmt: skip
         super().backward(loss, **kwargs)
         for model in self._models:
             if self.zero_of(model) is None and any(param.grad is not None for param in model.parameters()):

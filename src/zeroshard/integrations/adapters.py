@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-
-from ..errors import UserError
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -29,61 +28,83 @@ def is_adapted(model: nn.Module) -> bool:
     return ("peft", "PeftModel") in kinds
 
 
-_AROUND = re.compile(r"^base_model\.model\.|\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+_AROUND = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
+_COPY = re.compile(r"\.modules_to_save\.[^.]+\.")
 
 
-def base_name(name: str) -> str:
-    """Return the name, in the base model, of a tensor that an adapter lies around, or has a copy of."""
-    return _AROUND.sub("", name)
+def candidates(model: Any) -> dict[str, list[str]]:
+    """Return {a tensor's name: its names in a folder of the base's weights}, ties and originals of copies included."""
+    prompts = any(config.is_prompt_learning for config in model.peft_config.values())
+    prefix = "base_model." if prompts else "base_model.model."
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors:
+        tied.setdefault(id(tensor), []).append(name)
+    by_name = {name: id(tensor) for name, tensor in tensors}
+
+    def base(name: str) -> str:
+        return _AROUND.sub("", name.removeprefix(prefix))
+
+    found = {}
+    for name, tensor in tensors:
+        original = by_name.get(_COPY.sub(".original_module.", name), id(tensor))
+        found[name] = [name, *map(base, tied[id(tensor)]), *map(base, tied[original])]
+    return found
 
 
 def own(model: Any) -> set[str]:
-    """Return the names of the tensors that a `PeftModel`'s adapters have, and its base does not."""
-    every = (name for adapter in model.peft_config for name in names(model, adapter, embeddings=False))
-    return {name for name in every if "modules_to_save." not in name}
+    """Return the names of the parameters that a `PeftModel`'s adapters have beside its base's."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    found = {name for name in names if not name.startswith("base_model.")}  # of prompts
+    for path, layer in model.named_modules():
+        places = tuple(f"{path}.{each}." for each in getattr(layer, "adapter_layer_names", ()))
+        found |= {name for name in names if places and f"{name}.".startswith(places)}
+    return found
 
 
 class FirstValues:
-    """First values for what a `PeftModel` has on meta: of LoRA's matrices by PEFT, of all else as `base` says."""
+    """First values for what a `PeftModel` has on meta: of LoRA's matrices as PEFT draws them, else as `base` says.
+
+    Each matrix is filled by itself, since by the next one's turn it may be sharded.
+    """
 
     def __init__(self, model: Any, base: Any) -> None:
-        """base: an `Initialiser`. Raises `UserError` if first values of an adapter on meta follow from its base's."""
+        """base: an `Initialiser`, which knows no adapter."""
         self._base = base
-        self._of: dict[int, tuple[Any, str, Any]] = {}  # by a part's id, its layer, adapter, and kind of first values
-        meta = {name for name in own(model) if model.get_parameter(name).is_meta}
-        for path, layer in model.named_modules():
-            here = {name for name in meta if name.startswith(f"{path}.lora_")}
-            for adapter, config in model.peft_config.items() if here else ():
+        self._of: dict[int, list[tuple[nn.Parameter, float | None]]] = {}  # by module: what to fill, and how
+        for layer in model.modules():
+            for adapter, config in model.peft_config.items():
                 kind = getattr(config, "init_lora_weights", None)
-                if kind not in (True, "gaussian") or config.use_dora:
-                    continue
-                inner = (layer.lora_A, layer.lora_B), (layer.lora_embedding_A, layer.lora_embedding_B)
-                parts = [found[adapter] for found in inner[0] if adapter in found] or inner[1]
-                self._of |= dict.fromkeys(map(id, parts), (layer, adapter, kind))
-                meta -= {name for name in here if f".{adapter}." in f"{name}."}
-        if meta:
-            raise UserError(
-                "an adapter on meta has first values that PEFT does not give it alone", got=sorted(meta)[:3],
-                expected='LoRA with init_lora_weights=True or "gaussian"',
-                instead="get_peft_model(model, config) of a model that is not on meta",
-            )  # fmt: skip
+                if config.peft_type == "LORA" and kind in (True, "gaussian") and not config.use_dora:
+                    self._note(layer, adapter, kind)
+
+    def _note(self, layer: Any, adapter: str, kind: Any) -> None:
+        """Note one layer's matrices: zeros (None), uniform as in a linear layer (0), or normal of such a width."""
+        if adapter in getattr(layer, "lora_A", ()):
+            width = 0.0 if kind is True else 1 / layer.r[adapter]
+            self._of[id(layer.lora_A[adapter])] = [(layer.lora_A[adapter].weight, width)]
+            self._of[id(layer.lora_B[adapter])] = [(each, None) for each in layer.lora_B[adapter].parameters()]
+        if adapter in getattr(layer, "lora_embedding_A", ()):  # all adapters' in one module
+            for inner, how in ((layer.lora_embedding_A, None), (layer.lora_embedding_B, 1.0)):
+                self._of.setdefault(id(inner), []).append((inner[adapter], how))
 
     def knows(self, module: nn.Module) -> bool:
         return id(module) in self._of or bool(self._base.knows(module))
 
     def __call__(self, module: nn.Module) -> None:
-        layer, adapter, kind = self._of.get(id(module), (None, None, None))
-        if layer is None:
+        if id(module) not in self._of:
             self._base(module)
-        elif not any(p.is_meta for name, p in layer.named_parameters() if f".{adapter}." in f"{name}."):  # A, and B
-            layer.reset_lora_parameters(adapter, kind)
+        for param, width in self._of.get(id(module), ()):
+            if width is None:
+                nn.init.zeros_(param)
+            elif width:
+                nn.init.normal_(param, std=width)
+            else:
+                nn.init.kaiming_uniform_(param, a=math.sqrt(5))
 
 
-def names(model: Any, adapter: str | None = None, *, embeddings: bool | str = "auto") -> dict[str, list[str]]:
-    """Return {a tensor's name: its names in the adapter's file}. PEFT picks the tensors, and renames them.
-
-    adapter: its name; by default the active one's. embeddings: as PEFT's `save_embedding_layers`.
-    """
+def names(model: Any) -> dict[str, list[str]]:
+    """Return {a tensor's name: its names in the adapter's file}. PEFT picks the tensors, and renames them."""
     from peft import get_peft_model_state_dict
 
     every: dict[int, str] = {}
@@ -95,9 +116,7 @@ def names(model: Any, adapter: str | None = None, *, embeddings: bool | str = "a
             marker = first.setdefault(id(tensor), torch.empty(tuple(tensor.shape), device="meta"))
         every.setdefault(id(marker), name)
         state[name] = marker
-    chosen = get_peft_model_state_dict(
-        model, state_dict=state, adapter_name=adapter or model.active_adapter, save_embedding_layers=embeddings
-    )
+    chosen = get_peft_model_state_dict(model, state_dict=state, adapter_name=model.active_adapter)
     found: dict[str, list[str]] = {}
     for key, marker in chosen.items():
         found.setdefault(every[id(marker)], []).append(key)

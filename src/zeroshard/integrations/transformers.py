@@ -23,7 +23,7 @@ from transformers import Trainer
 
 from ..api import Zero
 from ..engine.unit import on_meta
-from ..errors import CheckpointError, UserError
+from ..errors import CheckpointError, StateError, UserError
 from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
@@ -95,9 +95,22 @@ class ZeroTrainerMixin:
         if not on_meta(model):  # else it is `train` that gives each rank its part
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate or predict as the Trainer does, a model that has values."""
+        self._check_filled("evaluate")
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _check_filled(self, call: str) -> None:
+        if self.zero is None and on_meta(self.model):
+            raise StateError(
+                f"{call}() before train(): the model is on meta, and train() fills it", where=type(self.model).__name__,
+                instead="train() first, with eval_on_start=True to evaluate it as it begins",
+            )  # fmt: skip
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole weights as the Trainer does. Rank 0 writes; every rank calls it."""
         zero, args = self.zero, self.args
+        self._check_filled("save_model")
         if zero is None:
             return super().save_model(output_dir, _internal_call)  # type: ignore[misc,no-any-return]
         state = whole_state(zero)
@@ -124,6 +137,12 @@ class ZeroTrainerMixin:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not (Path(resume_from_checkpoint) / FOLDER).is_dir():  # which has the weights, too
+            if on_meta(self.model if model is None else model):
+                raise CheckpointError(
+                    "a model on meta cannot take whole weights",
+                    where=str(resume_from_checkpoint), expected=f"a folder named {FOLDER}",
+                    instead=f"weights={str(resume_from_checkpoint)!r}, and train() without resume_from_checkpoint",
+                )  # fmt: skip
             with self._gathered():
                 super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 

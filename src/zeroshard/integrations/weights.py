@@ -36,6 +36,7 @@ from ..tiers.offload import Offload
 from . import adapters
 from .boxes import boxes
 
+ADAPTED = ", or get_peft_model(model, config) of a model that is not on meta"
 INDEX, INDEX_LIMIT = "model.safetensors.index.json", 64 << 20  # bytes
 
 
@@ -171,16 +172,13 @@ def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
-    """Return {id: (all names, tensor)} of every parameter and saved buffer; below an adapter also the base's name."""
+    """Return {id: (all names, tensor)} of every parameter and saved buffer; below an adapter also the base's names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
+    others = adapters.candidates(model) if adapters.is_adapted(model) else {}
     parameters = model.named_parameters(remove_duplicate=False)
     for name, tensor in (*parameters, *persistent(model)):
-        found.setdefault(id(tensor), ([], tensor))[0].extend(_names(model, [name]))
+        found.setdefault(id(tensor), ([], tensor))[0].extend(others.get(name, [name]))
     return found
-
-
-def _names(model: nn.Module, names: list[str]) -> list[str]:
-    return [*names, *map(adapters.base_name, names)] if adapters.is_adapted(model) else names
 
 
 def _place(names: Sequence[str], shape: tuple[int, ...], tensors: dict[str, tuple[int, ...]]) -> str | None:
@@ -194,8 +192,8 @@ def _differences(model: nn.Module, tensors: dict[str, tuple[int, ...]]) -> list[
     for names, tensor in _all_names(model).values():
         known |= set(names)
         there = [name for name in names if name in tensors]
-        if names[0] in own:
-            continue
+        if not there and names[0] in own:
+            continue  # it has first values, or gets them
         if not there:
             found.append(f"{names[0]!r} is not in the folder")
         elif _place(names, tensor.shape, tensors) is None:
@@ -226,7 +224,8 @@ def _check_initialisers(model: nn.Module, tensors: dict[str, tuple[int, ...]], i
             raise UserError(
                 "a module on the meta device holds something that the folder does not, such as a buffer that is not "
                 "saved, and does not say how to initialise it", where=f"module {path!r} ({type(module).__name__})",
-                expected="a reset_parameters() method", instead="load(..., init=function_of_a_module)",
+                expected="a reset_parameters() method; of LoRA's matrices init_lora_weights=True or 'gaussian'",
+                instead="load(..., init=function_of_a_module)" + ADAPTED * adapters.is_adapted(model),
             )  # fmt: skip
 
 
@@ -243,8 +242,9 @@ def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> C
 @torch.no_grad()
 def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> None:
     running = zero._engine.model_state()
+    known = {name: names for names, _ in _all_names(running.model).values() for name in names}
     for record in running.records:
-        name = _place(_names(running.model, record.names), running.shape(record), tensors)
+        name = _place(known[record.name], running.shape(record), tensors)
         if name is not None:
             start, stop = resting(running, record.name)
             buffer, slot = running.places[record.name]
@@ -255,7 +255,7 @@ def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> 
             updated = slot.within(*buffer.updated)
             put(running, record.name, value, value[updated.start - start : updated.stop - start])
     for name, tensor in persistent(running.model):
-        if (found := _place(_names(running.model, [name]), tensor.shape, tensors)) is not None:
+        if (found := _place(known[name], tensor.shape, tensors)) is not None:
             tensor.copy_(weights.interval(found, 0, tensor.numel()).view(tensor.shape))
     renew(running)
     zero._engine.loaded()

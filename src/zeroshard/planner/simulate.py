@@ -242,7 +242,7 @@ def _emptied(mode: FakeTensorMode, make: Callable[[], Any]) -> Any:
     kept: list[Any] = []  # or another object may come to the place of one that is gone
     for module in model.modules():
         for table in (module._parameters, module._buffers):
-            table.update({name: emptied(tensor) for name, tensor in table.items() if tensor is not None})
+            table.update({name: emptied(each) for name, each in table.items() if each is not None})
     return model
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 
@@ -60,10 +60,20 @@ def workers() -> list[int]:
     return found
 
 
-def test_the_example_is_short():
+def test_rays_example_is_short():
     assert len([line for line in EXAMPLE.read_text().splitlines() if not line.startswith("# ")]) < 40
 
 
+def test_rays_example_has_the_same_bits_at_stages_1_to_3(cluster, tmp_path, command):
+    for stage in (1, 2, 3):
+        fit(tmp_path / f"stage {stage}", 2, 10, stage)
+    for stage in (1, 2):
+        paths = [tmp_path / f"stage {each}" / "run" / "step-0010" for each in (stage, 3)]
+        code, told, _ = command("ckpt", "diff", *paths)
+        assert code == 0, told
+
+
+@pytest.mark.slow
 def test_a_killed_worker_and_another_number_of_workers_keep_the_bits(cluster, tmp_path, command):
     """Two workers on two nodes, one is killed after a report, and both start again from it; then one worker goes on, each at another stage.
     The last checkpoint is that of one worker that trained from the first step to the last."""

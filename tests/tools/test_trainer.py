@@ -7,6 +7,7 @@ takes exact norms here.
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -414,6 +415,7 @@ def test_the_examples_with_adapters_print_the_same_at_stages_1_to_3(name, tmp_pa
 
 def tracked(folder):
     """What the real wandb keeps of a run, offline, beside what `zero.metrics` says of it."""
+    os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(folder), "WANDB_SILENT": "true"}  # before it is imported
     import wandb
 
     made = trainer(3, folder, report_to="wandb", run_name="zeroshard", max_steps=2)
@@ -428,10 +430,8 @@ def tracked(folder):
     return numbers, kept, history(made), folder
 
 
-def test_a_run_with_wandb_offline(tmp_path, monkeypatch):
+def test_a_run_with_wandb_offline(tmp_path):
     pytest.importorskip("wandb")
-    for name, value in (("MODE", "offline"), ("DIR", str(tmp_path)), ("SILENT", "true")):
-        monkeypatch.setenv(f"WANDB_{name}", value)
     (numbers, kept, logged, folder), other = ranks.run(2, tracked, tmp_path, group="env", timeout=LIMIT)
     assert other is None
     assert numbers

@@ -231,6 +231,29 @@ def test_what_is_no_log_is_refused(right, tmp_path):
         read(folder)
 
 
+def short(folder, loss, last=1.0):
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight)
+    nn.init.constant_(model.bias, float("nan"))
+    with zeroshard.RunLog(folder, model) as log:
+        for step in range(2):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, last if step else 1.0)
+            log.backward(loss)
+            log.gradients()
+
+
+def test_equal_gradients_hide_no_other_loss_and_no_later_step(tmp_path):
+    """What is no number in both runs is equal; and then the steps behind it are looked at, too."""
+    for name, arguments in {"a": (1.0,), "half": (0.5,), "nan": (float("nan"),), "late": (float("nan"), 2.0)}.items():
+        short(tmp_path / name, *arguments)
+    a, half, nan, late = (read(tmp_path / name) for name in ("a", "half", "nan", "late"))
+    assert part(a, a) is None
+    assert part(nan, read(tmp_path / "nan")) is None
+    assert (part(a, half).kind, part(a, half).values) == ("losses", (1.0, 0.5))
+    assert (part(nan, late).kind, part(nan, late).step) == ("factor", 1)
+
+
 def test_numbers_between_two():
     assert ulps_between(1.0, 1.0 + 2**-23, "float32") == 1
     assert ulps_between(-1e-45, 1e-45, "float32") == 2

@@ -59,5 +59,4 @@ def _show(runs: list[Run], found: Parting | None) -> None:
     elif found.name is not None:
         screen.say("  in elements that the logs do not have; their digests differ")
     screen.say(f"  [bold]{escape(found.kind)}[/bold]: {escape(found.says)}")
-    if found.look:
-        screen.say(f"  look at: {escape(found.look)}")
+    screen.say(f"  look at: {escape(found.look)}")

@@ -22,6 +22,7 @@ LOOK = {  # by kind, where to look for the cause
     "order": "which rank gets which micro-batch: zero.batches, or a sampler's order",
     "data": "seeds, shuffling, dropout, accumulation times ranks; zero.micro_batch_rng draws the same at any of these",
     "no gradient": "requires_grad, an optimizer that does not have them, find_unused_parameters",
+    "losses": "what log.backward(loss) is given: before a division, or after it",
     "gradients": "a part of the model that computes otherwise: a kernel, a mask, dropout",
     "clipping": "clip_grad_norm_, its max_norm, and a GradScaler's unscale_",
     "weights of micro-batches": "a loss divided by its own number of tokens, or by the wrong number of micro-batches",
@@ -80,7 +81,9 @@ def part(a: Run, b: Run) -> Parting | None:
         if _differing(one.weights, two.weights):
             return _weights(a, b, number)
         if _differing(one.gradients, two.gradients) or _losses(a, number) != _losses(b, number):
-            return _batches(a, b, number) or _gradients(a, b, number)
+            found = _batches(a, b, number) or _gradients(a, b, number) or _logged(a, b, number)
+            if found is not None:  # else losses are no numbers, in both
+                return found
     return None
 
 
@@ -90,7 +93,9 @@ def part(a: Run, b: Run) -> Parting | None:
 def _differing(one: Mapping[str, Told] | None, two: Mapping[str, Told] | None) -> list[str]:
     if one is None or two is None:  # a run that ended in this step
         return []
-    return [name for name in {**one, **two} if one.get(name) != two.get(name)]
+    # By digest and dtype: elements that are no numbers do not equal themselves.
+    mine, theirs = ({name: told[:2] for name, told in each.items()} for each in (one, two))
+    return [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
 
 
 def _replicas(run: Run, number: int) -> Parting | None:
@@ -146,6 +151,15 @@ def ulps_between(x: float, y: float, dtype: str) -> int | None:
 # --- of what kind -----------------------------------------------------------------------------------------------------
 
 
+def _logged(a: Run, b: Run, number: int) -> Parting | None:
+    """Tell of losses that differ where all gradients are equal."""
+    for x, y in zip(_losses(a, number), _losses(b, number), strict=False):
+        if x != y and not (math.isnan(x) and math.isnan(y)):
+            says = "the gradients are equal, and the logged losses are not"
+            return Parting("losses", number, "losses", says, LOOK["losses"], values=(x, y))
+    return None
+
+
 def _losses(run: Run, number: int) -> list[float]:
     """Return the losses of a step in the order of its micro-batches: rank by rank, backward by backward."""
     steps = [log.steps[number] for log in run.logs if number < len(log.steps)]
@@ -156,7 +170,7 @@ def _losses(run: Run, number: int) -> list[float]:
 def _batches(a: Run, b: Run, number: int) -> Parting | None:
     """Tell if the runs have had other micro-batches, with the same weights."""
     mine, theirs = _losses(a, number), _losses(b, number)
-    if mine == theirs or not mine or not theirs:
+    if mine == theirs or not mine or not theirs or not all(map(math.isfinite, mine + theirs)):
         return None
 
     def say(kind: str, says: str, values: tuple[float, float] | None = None) -> Parting:

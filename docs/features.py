@@ -116,7 +116,7 @@ FEATURES = {
     ),
     "shared memory": Feature(
         r"\bshares\b|Shared[A-Z]\w+|\bshared\b|_exchange\b|Exchange\b|\bMessages\b|messages\(|\.lends\(|\.used\(|def used"
-        r"|_lent\b|LENT|\btransport\b|\.again\(|def again|\.wanted\b|self\.sends\b",
+        r"|_lent\b|LENT|\btransport\b|(self|team|team_of\(cut\))\.memory\b|\.again\(|def again|\.wanted\b|self\.sends\b",
         ("ranks/shared_memory.py", "ranks/neighbours.py"),
         r"def _exchange|self\._exchange\(what|_exchange\(store|one_copy|from \.\.ranks\.transport|from \.transport"
         r'|"shared" or|parameters=.shared|Offload\(parameters',
@@ -131,15 +131,23 @@ FEATURES = {
             "engine/recompute.py",
             "engine/optim.py",
             "ranks/watch.py",
-            "ranks/one_copy.py",
+            "engine/contribution.py",
+            "tiers/nvme.py",
         ),
     ),
     "one copy of parameters per host": Feature(
         r"\bonce\b|one_copy|make_one|OnceTier|\bSHARED\b|check_once|join_publishing|exchange\.publish|def publish\(self, full"
         r"|Copy\b|copy\.(window|own|forget)",
-        ("ranks/one_copy.py", "tiers/once.py"),
+        ("tiers/once.py",),
         r"each once|shard it once|instead=once|holds it once|at once|torchrun once|self\.closures",
-        ("checkpoint/manifest.py", "checkpoint/saving.py", "tiers/nvme.py", "ranks/launcher.py", "errors.py"),
+        (
+            "checkpoint/manifest.py",
+            "checkpoint/saving.py",
+            "tiers/nvme.py",
+            "ranks/launcher.py",
+            "errors.py",
+            "ranks/watch.py",
+        ),
     ),
     "the optimizer in backward": Feature(
         r"InBackward|self\.in_backward|optimizer_in_backward|in_backward=|parts\.in_backward|check_in_backward|self\.early\b"
@@ -238,7 +246,7 @@ FEATURES = {
     "tensors that are never cut": Feature(
         r"\bWHOLE\b|bucket\.whole|\.whole\b|\bblock_of|layout\.blocks|\.blocks\b|grain|owners\(|_block\(|together\(|key\.block"
         r"|bucket\.block|slot\.block",
-        unless=r"as_a_whole|accumulator\.blocks|saved\.whole|self\.whole|seat\.whole|blocks\.owner|placements\.together"
+        unless=r"as_a_whole|exchange\.whole|accumulator\.blocks|saved\.whole|self\.whole|seat\.whole|blocks\.owner|placements\.together"
         r"|_together\(group",
         homonyms=(
             "ranks/shared_memory.py",

@@ -19,7 +19,7 @@ ORDER = (
     "fp8.py", "int8.py", "halves.py", "hashing.py",
     "digests.py", "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
     "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",
-    "ranks/neighbours.py", "ranks/one_copy.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
+    "ranks/neighbours.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py",
     "ranks/process_team.py", "ranks/levels.py", "ranks/process_group.py", "ranks/mesh.py", "tiers/offload.py",
     "tiers/pool.py",
     "tiers/tier.py", "tiers/once.py", "tiers/nvme.py", "engine/refused.py", "engine/codec.py", "engine/flat.py",

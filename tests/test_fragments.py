@@ -16,6 +16,7 @@ import zeroshard
 from zeroshard import Comm, Offload, Precision
 from zeroshard.errors import PeerError, StateError
 from zeroshard.ranks import shared_memory
+from zeroshard.tiers import once
 
 
 class Averaging(torch.optim.Optimizer):
@@ -169,7 +170,7 @@ def late(function, draw):
 def looped_late(seed, *args, **options):
     """`looped`, where this rank is drawn to be late whenever it shares something, hears of it, or drops pages of its own."""
     draw = random.Random(seed + rank_processes.rank())
-    places = [(shared_memory.Flight, "post"), (shared_memory.Flight, "copy"), (shared_memory.Copy, "forget")]
+    places = [(shared_memory.Flight, "post"), (shared_memory.Flight, "copy"), (once.Pages, "forget")]
     before = [(owner, name, getattr(owner, name)) for owner, name in places]
     try:
         for owner, name, function in before:

@@ -32,6 +32,8 @@ from zeroshard import Comm, Offload, Precision
 from zeroshard.errors import PeerError, StateError, UserError
 from zeroshard.ranks import comm, neighbours, shared_memory
 from zeroshard.ranks.neighbours import POSTED, READ, Notice
+from zeroshard.tiers import once
+from zeroshard.tiers.once import OneCopy
 
 SHARED = Comm(transport="shared")
 
@@ -191,7 +193,8 @@ def with_one_copy(function, *args):
 
 
 def copies_of(zero):
-    return list(zero._engine.group.team._exchange._copies.values())
+    rests = (buffer.parameters.rest for buffer in zero._engine.buffers)
+    return [rest._pages for rest in rests if isinstance(rest, OneCopy)]
 
 
 EDITS = {
@@ -216,9 +219,9 @@ def inside(zero, model, write_from):
 
 def edited(stage, how, offload, skip=False, dtype=None):
     """Weights after steps between which somebody writes into them; and the private pages that are left of each copy."""
-    forget = shared_memory.Copy.forget
+    forget = once.Pages.forget
     if skip:
-        shared_memory.Copy.forget = lambda copy: None
+        once.Pages.forget = lambda copy: None
     try:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
@@ -242,7 +245,7 @@ def edited(stage, how, offload, skip=False, dtype=None):
             numel = sum(bucket.numel for bucket in zero.partition.buckets)
             return reference.weights(model), left, held, (sent.sent_and_received, sent.shared), numel
     finally:
-        shared_memory.Copy.forget = forget
+        once.Pages.forget = forget
 
 
 @pytest.mark.row(103)

@@ -1,4 +1,4 @@
-"""The states of a bucket that rest: how its master does, and a row for each, with its tier and bytes.
+"""The states of a bucket that rest: their placements, how its master does, and a row for each, with its tier and bytes.
 
 The engine builds by these rows and the planner counts by them. Imports neither torch nor anything distributed.
 
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from .errors import UserError
 from .events import DEVICE, HOST, NVME, SHARED
 from .layout import Bucket
-from .stage import STATES, Degree, Placements, Seat
+from .stage import STAGES, STATES, Degree, Placements, Seat
 
 
 class Format(Protocol):
@@ -33,6 +34,29 @@ F = TypeVar("F", bound=Format)
 TIERS = (DEVICE, HOST, NVME, SHARED)
 Sizes = dict[str, int]  # bytes of each kind of states
 SPLIT_BITS = 17  # that an element of a split master takes beside its parameter: half a number, and one for ties
+
+
+def placements(
+    stage: int, *, spread: bool = False, once: bool = False, in_backward: bool = False, hosts: bool = False
+) -> Placements:
+    """Return a stage's row of the table, changed as the settings ask.
+
+    Raises `UserError` for a stage other than 0, 1, 2, 3, and for settings that the stage does not allow.
+
+    spread: shard what an optimizer updates and keeps over the ranks of all replicas, and gradients, if sharded at all.
+    once: keep one copy of the parameters on each host, whole for every rank; each rank writes what it updates.
+    in_backward: shard gradients as optimizer states, since each lives only for the update of a rank's own elements.
+    hosts: shard all that the stage shards over the ranks of all hosts.
+    """
+    if type(stage) is not int or stage not in STAGES:
+        raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="shard(..., stage=3)")
+    row = STAGES[stage]
+    assert row.optimizer or not (spread or once), "engine/refused.py has refused it"
+    row = row._replace(parameters=Degree.RANK) if once else row
+    row = row._replace(gradients=row.optimizer) if in_backward else row
+    if hosts:
+        return Placements(*(degree and Degree.ALL for degree in row))
+    return row._replace(optimizer=Degree.ALL, gradients=row.gradients and Degree.ALL) if spread else row
 
 
 @dataclass(frozen=True)

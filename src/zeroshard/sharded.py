@@ -46,7 +46,7 @@ from .layout import Layout
 from .numerics import Precision
 from .ranks.comm import Comm
 from .ranks.mesh import connect
-from .stage import placements
+from .resting import placements
 from .tiers.offload import Offload
 
 log = logging.getLogger("zeroshard")
@@ -76,7 +76,7 @@ class Engine:
         asked = settings(stage, precision, layout, comm, offload, **others)
         refuse(asked.placing)
         check_present(asked)
-        comm = comm.sharing(once=offload.once)
+        comm = offload.reached_by(comm)
         if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
             once = "shard it once, as a whole; zero.unshard() makes model and optimizer plain again, in a notebook say"
             raise UserError("this model, or a part of it, is sharded already", instead=once)
@@ -385,7 +385,7 @@ class Engine:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.send().wait()
             elif write_from is not None:
-                buffer.parameters.make_one()
+                buffer.parameters.settle()
         self.group.torn = ""
         self.comparing.written()
 

@@ -157,13 +157,11 @@ def legal(case: Case) -> bool:
         return False  # replicas, and hosts, divide the ranks
     if case.early and case.micro > 1:
         return False  # nothing is added up
-    if "8bits" in case.format and case.rests == "one-copy":
-        return False  # bytes rest on each rank
     if case.recomputes == "units" and case.cut == "one-unit":
         return False  # all but the root
     try:
         made = case.settings()
-        comm = made["comm"].sharing(once=made["offload"].once)
+        comm = made["offload"].reached_by(made["comm"])
         policies = (made["precision"], made["layout"], comm, made["offload"])
         refuse(settings(case.stage, *policies, replicas=comm.rows or 1, in_backward=case.early))
     except UserError:

@@ -15,7 +15,7 @@ from test_planned_replicas import wide
 from zeroshard import Comm, Offload, Precision
 from zeroshard.errors import UserError
 from zeroshard.planner.instants import ItemSizes, instants
-from zeroshard.stage import placements
+from zeroshard.resting import placements
 
 JOBS = Path(__file__).parents[1] / "jobs.py"
 PASSING = ("reduce", "gradients", "upcast")

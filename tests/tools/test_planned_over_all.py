@@ -16,7 +16,7 @@ from zeroshard.errors import UserError
 from zeroshard.layout import Spec, partition
 from zeroshard.planner import closed, recipes, states, traffic
 from zeroshard.planner.simulate import simulate
-from zeroshard.stage import placements
+from zeroshard.resting import placements
 
 STAGES = (1, 2, 3)
 LAYOUT = Layout(bucket_mib=0.003, units=())

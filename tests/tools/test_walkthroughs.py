@@ -29,7 +29,7 @@ from zeroshard.explain.stacked_mlp import StackedMLP
 from zeroshard.layout import Spec, partition
 from zeroshard.numerics import average_, fold
 from zeroshard.planner import predict_states
-from zeroshard.stage import placements
+from zeroshard.resting import placements
 
 STAGES = (0, 1, 2, 3)
 ONE_BYTE = 2.0**-20  # MiB: a bucket limit that gives every tensor a bucket of its own

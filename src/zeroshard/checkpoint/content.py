@@ -32,7 +32,7 @@ from ..hashing import digest
 from ..layout import Bucket, Slot
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
-from ..stage import placements
+from ..resting import placements
 from ..strips import ONE_STRIP, Elements, Strips
 from ..tiers.tier import DeviceTier, OnDevice, Part
 from .dtypes import DTYPES

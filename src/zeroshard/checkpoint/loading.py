@@ -448,7 +448,7 @@ def renew(running: ModelState) -> None:
         buffer.gathered.current &= buffer.resident
         buffer.edits.mark_followed()
         buffer.changed()
-        buffer.parameters.make_one()
+        buffer.parameters.settle()
 
 
 def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:

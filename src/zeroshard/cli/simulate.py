@@ -58,7 +58,7 @@ def show_simulation(
     check_experts(layout, ep, ranks, replicas=None if replicas == 1 else replicas)
     made["layout"] = layout.on(accelerator=True)
     # As the clock is one of GPUs: messages, unless ranks have one copy of the parameters.
-    made["comm"] = comm.sharing(once=bool(offload and offload.once)).on_accelerators()
+    made["comm"] = (offload.reached_by(comm) if offload else comm).on_accelerators()
     comparable = comm.reduce == "ordered" and replicas == 1 and not ep and comm.transport != "shared"
     found = []
     for one in rank:

@@ -20,8 +20,8 @@ from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..ranks.together import Together
-from ..resting import resting
-from ..stage import STATES, placements
+from ..resting import placements, resting
+from ..stage import STATES
 from ..tiers.offload import Offload
 from ..tiers.tier import DeviceTier, HostTier, Tier
 from .accepted import blocks, check_offload, check_optimizers
@@ -206,7 +206,7 @@ class Assembly:
                 for index, param in enumerate(params):
                     param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
                 buffer.adopt(flats.pop(bucket.index, None), [given.get(id(param), 0) for param in params])
-                buffer.parameters.make_one()
+                buffer.parameters.settle()
                 if buffer.resident:
                     for param in params:
                         before.replaced(param)

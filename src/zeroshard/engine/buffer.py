@@ -310,6 +310,11 @@ class Buffer:
         self.parameters.behind()
         return self._work[-1]
 
+    @property
+    def meets(self) -> bool:
+        """True if no rank may go on from a step of this bucket until all have come to its end."""
+        return self.codec.agrees or any(tier.meets for tier in self.tiers.values())
+
     def publish(self, *, overlap: bool) -> None:
         """Bring owners' updates of replicated parameters to every rank. overlap: behind the running program."""
         self.parameters.share(self.placements.optimizer)
@@ -322,7 +327,7 @@ class Buffer:
 
     def published(self) -> None:
         """Land, where that drops what this rank wrote itself, before the program can write to fragments again."""
-        if self.parameters.lands_at_once:
+        if self.parameters.rest.lands_at_once:
             self.land()
 
     def land(self) -> None:

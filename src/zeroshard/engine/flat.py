@@ -135,7 +135,7 @@ class Flat:
                 work = Work() if here else self.send(to)
                 return work.after(event(to.device)) if aside else work
         if self.rest.on_device:  # one that passes is there: the caller has it here()
-            return self.team.gather(self.tensor, self.bucket, self.state)
+            return self.rest.gather(self.team, self.bucket, self.state)
         if streams(self.team.device) and not self.on_demand:
             moved = torch.empty(self.bucket.numel, dtype=self.dtype, device=self.team.device)
             self.give(moved[slice(*self.owned)])
@@ -180,14 +180,9 @@ class Flat:
     def _complete(self, shard: Tensor) -> None:
         self.team.share(shard, self.bucket, self.state).wait()
 
-    @property
-    def lands_at_once(self) -> bool:
-        """True if this rank has private pages of what it wrote itself, which landing drops."""
-        return self.bucket.index in self.team.once
-
-    def make_one(self) -> None:
-        """Drop this rank's private pages of the host's shared copy, to read what owners wrote."""
-        if self.lands_at_once:
+    def settle(self) -> None:
+        """Read what owners wrote, where all ranks read one memory, and drop what else this rank wrote."""
+        if self.rest.lands_at_once:
             self.redistribute().wait()
 
     def take(self, values: Tensor, *, fresh: bool) -> Event:

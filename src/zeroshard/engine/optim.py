@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError, TierError, UserError
-from ..events import NVME
 from ..ranks.calls import Call
 from .accumulator import Entry
 from .alone import Alone
@@ -379,9 +378,7 @@ class Binding(Transaction):
         for buffer in self._updated:
             if not self._by_itself(buffer):
                 self.alone.write_back(buffer)
-        once = any(buffer.team.once for buffer in self._updated)  # from here on ranks write memory that others read
-        once |= any(buffer.codec.agrees for buffer in self._updated)
-        if once or any(tier.name == NVME for buffer in self._updated for tier in buffer.tiers.values()):
+        if any(buffer.meets for buffer in self._updated):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
         publish(self._updated, overlap=self.schedule.settings.overlap)
         self.schedule.after_step()

@@ -24,7 +24,6 @@ from ..events import ends
 from ..features import Feature
 from ..layout import Bucket, Partition
 from ..numerics import COMPUTED, Precision, same_bits, simulated
-from ..tiers.offload import Offload
 from .buffer import Buffer
 from .codec import Plain
 from .gathered import alias
@@ -71,19 +70,18 @@ def chosen(managed: list[Managed], precision: Precision) -> set[str]:
     return found
 
 
-def check_fp8(partition: Partition, offload: Offload) -> None:
-    """Refuse parameters of 8 bits along an axis of the mesh, or beside `Offload(parameters="shared")`, by name."""
+def check_fp8(partition: Partition) -> None:
+    """Refuse parameters of 8 bits along an axis of the mesh, by name."""
     names = [slot.name for bucket in partition.buckets if bucket.fp8 for slot in bucket.slots]
     if not names:
         return
     parts = any(b.fp8 and (b.along or slot.cut is not None) for b in partition.buckets for slot in b.slots)
-    if offload.once or parts:
+    if parts:
         raise UserError(
             "parameters in 8 bits rest on each rank, and all ranks shard them",
             where=f"parameter {names[0]!r}" + f" and {len(names) - 1} more" * (len(names) > 1),
-            got="Offload(parameters='shared')" if offload.once
-            else "parameters along an axis of the mesh: experts, or beside tensor parallelism",
-            instead="Offload()" if offload.once else "Precision(fp8=[...]) with patterns that leave these out",
+            got="parameters along an axis of the mesh: experts, or beside tensor parallelism",
+            instead="Precision(fp8=[...]) with patterns that leave these out",
         )  # fmt: skip
 
 
@@ -344,7 +342,7 @@ class _Manifest(Feature):
         return chosen(managed, precision)
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        check_fp8(assembly.partition, assembly.offload)
+        check_fp8(assembly.partition)
 
     def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
         return functools.partial(E4M3, scaling=assembly.precision.scaling) if bucket.fp8 else None

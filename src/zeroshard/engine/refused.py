@@ -49,7 +49,7 @@ class Settings(NamedTuple):
 
     @property
     def placed(self) -> dict[str, bool]:
-        """The settings that change a stage's placements: see `stage.placements`."""
+        """The settings that change a stage's placements: see `resting.placements`."""
         return {"spread": self.spread, "hosts": self.hosts > 1, "once": self.once, "in_backward": self.in_backward}
 
     @property
@@ -193,6 +193,12 @@ REFUSALS = (
         ("optimizer_in_backward=True", "Offload(gradients={gradients!r})"),
         lambda s: s.in_backward and s.gradients != "device",
         "with the optimizer in backward gradients rest nowhere",
+        "one of the two",
+    ),
+    Refusal(
+        ("Precision(fp8={fp8})", 'Offload(parameters="shared")'),
+        lambda s: s.fp8 and s.once,
+        "parameters in 8 bits rest on each rank, and all ranks shard them",
         "one of the two",
     ),
     Refusal(

@@ -11,8 +11,8 @@ from ..events import DEVICE
 from ..headroom import IN_FLIGHT
 from ..layout import UNIT_MIB, Layout, Partition
 from ..ranks.comm import Comm
-from ..resting import TIERS
-from ..stage import ALONE, STAGES, STATES, Placements, Seat, placements, seat_along
+from ..resting import TIERS, placements
+from ..stage import ALONE, STAGES, STATES, Placements, Seat, seat_along
 from . import states
 from .disk import Disk
 from .recipes import Fractions, Recipe
@@ -81,14 +81,18 @@ class Asked(NamedTuple):
         """Return how a job's ranks talk at a stage: on accelerators by messages, whatever "auto" is elsewhere."""
         over: Literal["team", "all"] = "all" if self.comm.optimizer == "all" and stage else "team"
         accelerators = self.by_unit or self.gpus_per_node is not None or self.gpu_mem is not None
-        told = self.comm.sharing(once=self.once)
-        told = told.on_accelerators() if accelerators else self.comm
+        told = self._reaching.on_accelerators() if accelerators else self.comm
         return replace(told, optimizer=over)
 
     @property
     def shared(self) -> bool:
         """Do ranks that shard together read each other's memory? Of a number and shapes: only if told to."""
-        return self.comm.sharing(once=self.once).wanted == "shared"
+        return self._reaching.wanted == "shared"
+
+    @property
+    def _reaching(self) -> Comm:
+        """The settings of ranks that reach what rests."""
+        return self.comm if self.offload is None else self.offload.reached_by(self.comm)
 
     @property
     def in_flight(self) -> int:

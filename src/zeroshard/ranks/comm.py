@@ -127,10 +127,6 @@ class Comm:
         """Return these settings as accelerators take them: "auto" is messages there."""
         return replace(self, transport="gloo") if self.transport == "auto" else self
 
-    def sharing(self, *, once: bool) -> Comm:
-        """Return these settings with shared memory, if there is to be one copy of the parameters per host (`once`)."""
-        return replace(self, transport="shared") if once else self
-
 
 class Simulated(NamedTuple):
     """A stand-in for a process group in `Comm.group`: rank `rank` of `ranks` that exist only in arithmetic."""

@@ -308,9 +308,8 @@ class Link:
             cut = group.party.bucket(bucket)
             first, last = cut.shard(group.team_of(cut).position)
             own = whole[first:last].view(torch.uint8)
-            if verb == "publish":
-                exchange = group.team_of(cut)._exchange
-                exchange.join_publishing(stream, what, whole, own, first * whole.itemsize)
+            if join := group.team_of(cut).memory.joins.get((verb, bucket)):
+                join(stream, what, own, first * whole.itemsize)
                 return
         join_launched(stream, what, own)
 

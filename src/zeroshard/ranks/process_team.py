@@ -41,29 +41,21 @@ class ProcessTeam(Team):
         everyone = dist.get_process_group_ranks(link.groups.parent)
         self._global = [everyone[rank] for rank in sits.members(link.rank)]  # the team's
         self._copies = everyone[self.position :: self.size]  # those at this position of each replica that is summed
-        self._exchange = Exchange(link, sits, [*sits.members(link.rank)], shared) if self.shares else None
+        self.memory = Exchange(link, sits, [*sits.members(link.rank)], shared) if self.shares else None
 
     def messages(self, tier: Any) -> Any:
-        return tier if self._exchange is None else Messages(self._exchange.host, tier)
-
-    def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
-        if self._exchange is None:
-            return super().one_copy(bucket, numel, dtype)
-        self.once.add(bucket)
-        return self._exchange.one_copy(numel, dtype)
+        return tier if self.memory is None else Messages(self.memory.host, tier)
 
     def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
-        if self._exchange is None:
+        if self.memory is None:
             return super().contributions(send, receive, bucket, sources)
-        return self._exchange.contributions(send, bucket, sources)
+        return self.memory.contributions(send, bucket, sources)
 
     def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         if self.size == 1:
             return []
-        if self._exchange is not None and bucket.index in self.once and state == "parameters":
-            return self._exchange.publish(full, bucket)
-        if self._exchange is not None:
-            return self._exchange.gather(full, bucket, state)
+        if self.memory is not None:
+            return self.memory.gather(full, bucket, state)
         raw, link, stream = full.view(torch.uint8), self._link, self._gathers
         cuts = [bound * full.itemsize for bound in bucket.bounds]
         if self.queued and len({high - low for low, high in pairwise(cuts)}) == 1:
@@ -96,8 +88,8 @@ class ProcessTeam(Team):
     def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[Any]:
         if self.size == 1:
             return []
-        if self._exchange is not None:
-            return self._exchange.reduce(send, bucket)
+        if self.memory is not None:
+            return self.memory.reduce(send, bucket)
         what, link = ("reduce", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
         return [
             link.launch(self._reductions, what, *self.to_owners(sent, came, bucket))

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from ..headroom import aligned
 from ..layout import Bucket
 from ..stage import Seat
 from .neighbours import DROPPED, MEMORY, POSTED, READ, WHOLE, Descriptor, Neighbours, Notice, meet
-from .one_copy import Copy
 from .streams import Launch, Stream
 
 KEPT = 256 << 20  # bytes of unused memory that are kept at most
@@ -72,6 +71,17 @@ class Block:
         self.flight: Flight | None = None  # which that was
 
 
+class Whole(NamedTuple):
+    """One piece of memory that all ranks of a team map, twice in this rank's address space.
+
+    window: what all of them read and write. own: the same, until this rank writes into it: such a page is private from
+    then on (MAP_PRIVATE).
+    """
+
+    window: Tensor
+    own: Tensor
+
+
 class Host:
     """The memory that this rank shares on its host, and the others' memory that they share with it."""
 
@@ -88,7 +98,7 @@ class Host:
         self._lent: dict[tuple[int, int], Block] = {}  # by stream and number, until all have read it
         self._theirs: dict[tuple[int, int], Tensor] = {}  # by rank and number of its block
         self._posted: dict[tuple[int, int], dict[int, Notice]] = defaultdict(dict)  # by stream and number
-        self.copies: dict[tuple[int, int], Copy] = {}  # by rank that made it and number, until it is taken
+        self.wholes: dict[tuple[int, int], Whole] = {}  # by rank that made it and number, until it is taken
         self._last: dict[tuple[int, int], int] = {}  # by stream and rank, the number that it posted last
 
     # --- own memory -------------------------------------------------------------------------------------------------
@@ -156,7 +166,7 @@ class Host:
             window, descriptor = _made(nbytes)
         except OSError as error:
             raise MemoryError(f"the system has no {nbytes:,} bytes for parameters that ranks share: {error}") from error
-        self.copies[self.rank, number] = Copy(window, _mapped(descriptor.number, nbytes, shared=False))
+        self.wholes[self.rank, number] = Whole(window, _mapped(descriptor.number, nbytes, shared=False))
         for rank in others:
             self.neighbours.tell(rank, Notice(WHOLE, block=number, nbytes=nbytes), descriptor)
 
@@ -166,7 +176,7 @@ class Host:
         at = notice.stream, notice.number
         if notice.kind == WHOLE:
             both = (_mapped(memory, notice.nbytes, shared=shared) for shared in (True, False))
-            self.copies[rank, notice.block] = Copy(*both)
+            self.wholes[rank, notice.block] = Whole(*both)
         elif notice.kind == MEMORY:
             if (rank, notice.block) not in self._theirs:
                 self._theirs[rank, notice.block] = _mapped(memory, notice.nbytes)
@@ -388,7 +398,8 @@ class Exchange:
         self._members = members
         self._gathers, self._reductions = streams
         self.host = self._gathers.host
-        self._copies: dict[int, Copy] = {}  # by address
+        # By verb and bucket: joins a collective of that verb that others have launched, in a levelling.
+        self.joins: dict[tuple[str, int], Callable[[SharedStream, Launch, Tensor, int], None]] = {}
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
         raw = full.view(torch.uint8)
@@ -405,42 +416,30 @@ class Exchange:
 
         try:
             lent.copy_(own)
-            return [self._launch(self._gathers, what, lent, land)]
+            return [self.launch(self._gathers, what, lent, land)]
         finally:
             self.host.free(lent)
 
     def reduce(self, send: Tensor, bucket: Bucket) -> list[Any]:
         what = "lend", self._link.engine, bucket.index, "", send.numel() * send.itemsize
-        return [self._launch(self._reductions, what, send, None)]
+        return [self.launch(self._reductions, what, send, None)]
 
-    def one_copy(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory that all ranks of the team read; all of them call it, in `shard`. See `Copy`."""
-        nbytes = aligned(max(numel * dtype.itemsize, 1))
+    def whole(self, nbytes: int) -> Whole:
+        """Return one piece of memory for all ranks of the team, of at least so many bytes; all of them call it."""
+        nbytes = aligned(max(nbytes, 1))
         first, number = self._members[0], self._gathers.count + 1
         if self.host.rank == first:
             self.host.make_whole(number, nbytes, [rank for rank in self._members if rank != first])
-        flight = self._launch(self._gathers, ("one copy", self._link.engine, -1, "", nbytes), None, None)
+        flight = self.launch(self._gathers, ("whole", self._link.engine, -1, "", nbytes), None, None)
         self._link.wait("one copy", None, flight)
         flight.read()
-        copy = self.host.copies.pop((first, number))
-        self._copies[copy.own.data_ptr()] = copy
-        return copy.own[: numel * dtype.itemsize].view(dtype)
+        return self.host.wholes.pop((first, number))
 
-    def publish(self, full: Tensor, bucket: Bucket) -> list[Any]:
-        """Write this rank's shard into the one copy, and once all ranks have, drop private pages and edits in them."""
-        copy, raw = self._copies[full.data_ptr()], full.view(torch.uint8)
-        first, last = (bound * full.itemsize for bound in bucket.shard(self._sits.position))
-        copy.window[first:last].copy_(raw[first:last])
-        what = "publish", self._link.engine, bucket.index, "parameters", raw.numel()
-        return [self._launch(self._gathers, what, None, lambda posted: copy.forget())]
+    def tell(self, verb: str, bucket: int, nbytes: int, land: Land) -> Flight:
+        """Launch a gather of a bucket in which nothing is lent: `land` is called once all ranks have launched it."""
+        return self.launch(self._gathers, (verb, self._link.engine, bucket, "parameters", nbytes), None, land)
 
-    def join_publishing(self, stream: SharedStream, what: Launch, full: Tensor, own: Tensor, first: int) -> None:
-        """Join a `publish` that others have launched, in a levelling."""
-        copy = self._copies[full.data_ptr()]
-        copy.window[first : first + own.numel()].copy_(own)
-        stream.launch(what, Flight, stream, None, lambda posted: copy.forget())
-
-    def _launch(self, stream: SharedStream, what: Launch, lent: Tensor | None, land: Land | None) -> Flight:
+    def launch(self, stream: SharedStream, what: Launch, lent: Tensor | None, land: Land | None) -> Flight:
         flight: Flight = self._link.launch(stream, what, Flight, stream, lent, land)
         if self.host.neighbours.clogged:
             self._link.wait("a notice", None, Told(self.host))
@@ -478,6 +477,11 @@ class Told:
         return not self._host.neighbours.clogged
 
 
+def join(stream: SharedStream, what: Launch, lent: Tensor | None, land: Land | None) -> None:
+    """Join a collective that others have launched."""
+    stream.launch(what, Flight, stream, lent, land)
+
+
 def join_launched(stream: SharedStream, what: Launch, own: Tensor | None) -> None:
     """Join a collective that others have launched. own: this rank's shard, if they wait for that; else zeros."""
     nbytes = what[-1]
@@ -485,5 +489,5 @@ def join_launched(stream: SharedStream, what: Launch, own: Tensor | None) -> Non
     lent.zero_()
     if own is not None:
         lent[: own.numel()].copy_(own)
-    stream.launch(what, Flight, stream, lent, None)
+    join(stream, what, lent, None)
     stream.host.free(lent)

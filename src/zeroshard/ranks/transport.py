@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,6 +32,9 @@ from ..events import Event, Ledger, ends
 from ..headroom import room
 from ..layout import Bucket
 from ..stage import ALONE, Seat
+
+if TYPE_CHECKING:
+    from .shared_memory import Exchange
 
 LENT = "lent"  # a state in the ledger: memory that this rank holds for others to read
 
@@ -121,25 +124,19 @@ class Team:
         self.seat = seat
         self.position = seat.position
         self.size = seat.size
-        self.once: set[int] = set()  # buckets of which all ranks have one copy together
+        self.memory: Exchange | None = None  # through which its ranks read each other's
         self.queued = False  # does a device's queue wait for collectives, and not a thread?
         # Gathers a bucket of whose shards each rank has a part, as `gather(team, ...)` would others: see `levels.py`.
         self.by_levels: Callable[[Any, Tensor, Bucket, str], Work]
-
-    def one_copy(self, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory for a bucket's parameters that all ranks read; a rank's writes are private until a gather."""
-        self.once.add(bucket)
-        return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
         """Gather a whole bucket in place: each shard of `full` becomes that of its owner, on every rank."""
         nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
         sent, received = own * (self.size - 1), nbytes - own
-        once = bucket.index in self.once and state == "parameters"
-        event = self._count("gather", nbytes, sent, 0 if once else received, state, bucket.index)
+        event = self.count("gather", nbytes, sent, received, state, bucket.index)
         handles = self._gather(full, bucket, state)
         work = Work(handles, event, lambda handle: self.wait("gather", bucket.index, handle))
-        if self.shares and not once:
+        if self.shares:
             work.lends(self.ledger, own)
         return work
 
@@ -241,9 +238,10 @@ class Team:
     def _count_reduce(self, send: Tensor, bucket: Bucket, sources: int = 1) -> Event | None:
         nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize * sources
         sent, received = nbytes - own, own * (self.size - 1)
-        return self._count("reduce", nbytes, sent, received, "gradients", bucket.index)
+        return self.count("reduce", nbytes, sent, received, "gradients", bucket.index)
 
-    def _count(self, verb: str, nbytes: int, sent: int, received: int, state: str, bucket: int) -> Event | None:
+    def count(self, verb: str, nbytes: int, sent: int, received: int, state: str, bucket: int) -> Event | None:
+        """Count a collective of the team."""
         if self.shares:
             return self.ledger.move(
                 verb, logical=nbytes, sent=0, received=0, state=state, bucket=bucket, shared=received

@@ -49,6 +49,7 @@ class NvmeTier(Tier):
     """This rank's state files."""
 
     name = NVME
+    meets = True  # a file that cannot be written is the failure of all ranks
     device = torch.device("cpu")
 
     def __init__(

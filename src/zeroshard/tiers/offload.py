@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UserError, check_local, nearest
 from ..events import DEVICE, HOST, NVME, SHARED
 from ..fields import FLAG, Field, check_fields
 from ..layout import Bucket
+from ..ranks.comm import Comm
 from ..stage import STATES
 
 NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME, "shared": SHARED}  # as users write them
@@ -94,6 +95,10 @@ class Offload:
     def once(self) -> bool:
         """True if one copy of the parameters serves all ranks of a host."""
         return self.tiers("parameters") == {SHARED: 1.0}
+
+    def reached_by(self, comm: Comm) -> Comm:
+        """Return these settings of ranks with the transport through which they reach what rests."""
+        return replace(comm, transport="shared") if self.once else comm
 
     def tiers(self, state: str) -> dict[str, float]:
         """Return {tier: fraction of the state's bytes}; fractions add up to 1."""

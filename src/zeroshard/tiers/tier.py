@@ -22,7 +22,9 @@ from ..device import Event, asynchronous, blank, event, pin, sent
 from ..events import DEVICE, HOST, Ledger
 from ..flow import Memory
 from ..headroom import PIECES
+from ..layout import Bucket
 from ..numerics import same_bits, simulated
+from ..ranks.transport import Team, Work
 from .pool import Pool, zeros
 
 
@@ -31,6 +33,7 @@ class Rest:
 
     on_device = False  # does `tensor` lie in memory that the device computes with?
     on_demand = False  # is `tensor` there only inside `here()`?
+    lands_at_once = False  # must a gather into it land before the program goes on?
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor: Tensor = tensor
@@ -68,6 +71,10 @@ class Rest:
         """Fill `to`, of the device, with elements from `start` on, in the order of the current stream."""
         with self.here(changed=False) as tensor:
             to.copy_(tensor[start : start + to.numel()])
+
+    def gather(self, team: Team, bucket: Bucket, state: str) -> Work:
+        """Bring every owner's elements to all ranks of the team, here, where the whole bucket rests."""
+        return team.gather(self.tensor, bucket, state)
 
     def forget(self) -> None:
         """Drop changes in memory without keeping them: what rests counts."""
@@ -161,6 +168,7 @@ class Tier(Protocol):
 
     name: str
     on_device: bool = False  # does what rests here lie in memory that the device computes with?
+    meets: bool = False  # must no rank go on from a step that writes here until all have written?
     device: torch.device  # of the tensors that rests here are, while they are in memory
     ledger: Ledger
 

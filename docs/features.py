@@ -50,9 +50,14 @@ FEATURES = {
         homonyms=("checkpoint/files.py", "checkpoint/loading.py", "ranks/groups.py"),
     ),
     "experts": Feature(
-        r"\balong\b|parameters_along|seat_along|\.parts\b(?!\()|seat\.part\b|self\.part\b(?!\()|everyones|position_of"
-        r"|team_of\(|give_all|\boffset\(",
-        ("checkpoint/listed.py", "planner/experts.py", "engine/apart.py"),
+        r"\balong\b|parameters_along|check_rows",
+        ("checkpoint/listed.py", "planner/experts.py", "engine/apart.py", "engine/experts.py"),
+        r"saved along|Saved along|along an axis\"|along an axis of the mesh|along the axes",
+    ),
+    "teams along an axis": Feature(
+        r"axis_team|axis_streams|on_axis|seat_on|\.parts\b(?!\()|seat\.part\b|self\.part\b(?!\()|everyones|position_of"
+        r"|team_of\(|give_all|\boffset\(|(bucket|spec|each|b|key)\.axis\b",
+        ("checkpoint/listed.py", "planner/experts.py", "engine/apart.py", "engine/experts.py"),
         r"strips\.parts|saved along|self\.strips|_everyones|self\.parts\.get|kinds\.parts|strips\(name\)\.parts|cut\[r\.name\]",
         (
             "checkpoint/manifest.py",

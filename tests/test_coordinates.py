@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from zeroshard.coordinates import Grid
-from zeroshard.stage import seat, seat_along
+from zeroshard.stage import seat, seat_on
 
 LENGTHS = [*itertools.product((1, 2, 3), (1, 2, 4), (1, 5))]
 
@@ -49,7 +49,7 @@ def test_replicas_follow_one_another(ranks, replicas):
 def test_teams_along_an_axis_are_numbered_by_their_first_ranks(axes):
     ranks = int(numpy.prod([*axes.values()]))
     for name in axes:
-        seats = [seat_along(rank, axes, name) for rank in range(ranks)]
+        seats = [seat_on(rank, axes, name) for rank in range(ranks)]
         for rank, each in enumerate(seats):
             team = each.teams()[each.part]
             assert team[each.position] == rank and team == each.members(rank)

@@ -228,8 +228,8 @@ def test_layout_and_overlap_change_no_bit(ranks, which):
 def held(stage):
     model, optimizer, zero = sharded(4, 2, stage, seed=7 if torch.distributed.get_rank() else 0)
     train(model, optimizer, zero, 1)
-    buckets = [b for b in zero.partition.buckets if b.along]
-    others = [b for b in zero.partition.buckets if not b.along]
+    buckets = [b for b in zero.partition.buckets if b.axis]
+    others = [b for b in zero.partition.buckets if not b.axis]
     assert {b.size for b in buckets} == {2} and {b.size for b in others} == {4}
     assert not {s.name for b in buckets for s in b.slots if ".experts." not in s.name}
     zero.record()
@@ -237,7 +237,7 @@ def held(stage):
     loss_of(model, 0, 0).backward()
     reduced = {e.bucket: e.sent for e in zero.events() if e.verb == "reduce" and e.bucket is not None}
     for bucket in zero.partition.buckets:
-        team = zero.rank // 2 if bucket.along else zero.rank
+        team = zero.rank // 2 if bucket.axis else zero.rank
         assert reduced[bucket.index] == 4 * (bucket.numel - bucket.shard_numel(team))
     return zero.owners("1.1.experts.weight"), predict_states(zero), {k: v for k, v in zero.ledger().held.items() if v}
 
@@ -773,8 +773,8 @@ def test_a_simulated_rank_holds_and_moves_what_a_real_one_does(ranks, stage):
 def test_a_mesh_of_a_thousand_ranks():
     """16 teams of 64 along the axis: what a rank holds of the experts is 1/64 of its rows, of all else 1/1,024."""
     run = simulate(divided, ranks=1024, rank=1023, layout=Layout(along=ALONG), mesh={"edp": 64, "ep": 16})
-    assert {(b.size, b.along) for b in run.zero.partition.buckets} == {(64, "edp"), (1024, "")}
-    assert run.zero._engine.group.along.seat.part == 15
+    assert {(b.size, b.axis) for b in run.zero.partition.buckets} == {(64, "edp"), (1024, "")}
+    assert run.zero._engine.group.axis_team.seat.part == 15
     assert predict_states(run.zero) == {s: run.ledger.held.get(s, 0) for s in predict_states(run.zero)}
     with pytest.raises(UserError, match="multiply to its ranks"):
         simulate(divided, ranks=1024, layout=Layout(along=ALONG), mesh={"edp": 64, "ep": 8})

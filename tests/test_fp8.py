@@ -22,6 +22,7 @@ from zeroshard import Comm, Offload, Precision, fp8
 from zeroshard.cli.reference import in_8_bits
 from zeroshard.device import CHUNK
 from zeroshard.errors import PeerError, StateError, TierError, UserError
+from zeroshard.planner import predict_states
 
 FP8 = Precision(fp8=True)
 LINEAR = ("qkv.weight", "proj.weight", "mlp.0.weight", "mlp.2.weight", "head.weight")
@@ -209,7 +210,7 @@ def counted(stage, scaling="tensor"):
     steps(model, optimizer, zero, range(2, 3), every=zero.world_size)
     held = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
     buckets = {kind: [b for b in zero.partition.buckets if b.fp8 == kind] for kind in (True, False)}
-    return held, zero.ledger().traffic["gather"].logical - before, buckets, zeroshard.planner.predict_states(zero)
+    return held, zero.ledger().traffic["gather"].logical - before, buckets, predict_states(zero)
 
 
 @pytest.mark.row(104)

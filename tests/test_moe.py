@@ -151,7 +151,7 @@ def moved(apart):
     moe().train(model, optimizer, zero, 1)
     zero.record()
     moe().train(model, optimizer, zero, 1, first=2)
-    along = {b.index: b for b in zero.partition.buckets if b.along}
+    along = {b.index: b for b in zero.partition.buckets if b.axis}
     sent = [(e.bucket, e.sent) for e in zero.events() if e.verb == "reduce" and e.bucket in along]
     position = zero.rank // 2
     assert sorted(sent) == sorted(

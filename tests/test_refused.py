@@ -42,6 +42,7 @@ CASES = {
         {"in_backward": True},
         {"offload": Offload(gradients={"cpu": 0.5})},
     ),
+    ("Precision(fp8={fp8})", 'Offload(parameters="shared")'): ({"precision": Precision(fp8=True)}, ONCE),
     ("optimizer_in_backward=True", 'Offload(parameters="shared")'): ({"in_backward": True}, ONCE),
     ("optimizer_in_backward=True", "accumulate={accumulate}"): ({"in_backward": True}, {"accumulate": 4}),
     ("optimizer_in_backward=True", "no_sync=True"): ({"in_backward": True}, {"no_sync": True}),
@@ -84,7 +85,7 @@ def test_defaults_go_with_everything():
         ({"comm": Comm(hosts=2), "offload": Offload(parameters="shared")}, 3),
         ({"comm": Comm(transport="gloo"), "offload": Offload(parameters="shared")}, 4),
         ({"optimizer_in_backward": True, "offload": Offload(gradients="cpu")}, 13),
-        ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 14),
+        ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 15),
     ],
 )
 def test_a_plan_refuses_the_same(options, row):

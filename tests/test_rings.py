@@ -39,6 +39,7 @@ ASKS = {
     "ranks.levels": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "tiers.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
     "tiers.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
+    "engine.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',
     "engine.apart": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',
     "engine.in_backward": "optimizer_in_backward=True",
 }

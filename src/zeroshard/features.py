@@ -1,7 +1,8 @@
 """The features that can be taken out: a file each, with a manifest that says where it hooks in.
 
     verb       hook         the feature answers with
-    shard      chosen       parameters that its codec is for
+    shard      axes         axes of the mesh that some parameters are sharded along
+               chosen       parameters that its codec is for
                check        refusals of what a model and its optimizers may not have
                ready        anything to be done once the engine stands
     gather     codec        how parameters rest, and become what modules compute with
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from .engine.sums import Delivery
     from .engine.unit import Managed, Unit
     from .flow import Scratch
-    from .layout import Bucket
+    from .layout import Bucket, Layout
     from .numerics import Precision
     from .ranks.agreement import Group
     from .ranks.transport import Team, Work
@@ -67,6 +68,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "ranks.levels": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "tiers.once": ("Offload(parameters='shared')", lambda s: s.once),
+    "engine.experts": ("Layout(along=...)", lambda s: s.along),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
     "engine.moving": ("zero.average(...)", lambda s: False),
     "batches": ("zero.batches(...)", lambda s: False),
@@ -86,6 +88,9 @@ class Feature:
 
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str] | None:
         """Return the names of parameters that settings give to this feature's `codec`."""
+
+    def axes(self, managed: Sequence[Managed], layout: Layout) -> dict[str, str] | None:
+        """Return, by name, the axis of each parameter that one axis of the mesh shards, and not all ranks."""
 
     def ready(self, engine: Any) -> None:
         """Do what is left once a model's engine (`sharded.Engine`) stands."""

@@ -167,7 +167,7 @@ class Spec(NamedTuple):
     itemsize: int
     unit: int
     trainable: bool
-    along: str = ""  # the axis that it is sharded along, where that is not all ranks
+    axis: str = ""  # the axis that it is sharded along, where that is not all ranks
     kept: bool = False  # an exception of `Precision.keep`
     block: int = 1  # elements, counted from its start, that no cut may part; or `WHOLE`
     cut: int | None = None  # the dimension that tensor parallelism has cut it on
@@ -211,7 +211,7 @@ class BucketKey:
     dtype: str
     itemsize: int
     trainable: bool  # at construction
-    along: str = ""  # the axis whose ranks are its team
+    axis: str = ""  # the axis whose ranks are its team
     kept: bool = False  # of exceptions of `Precision.keep`
     block: int = 1  # elements of a slot that no cut parts; or `WHOLE`
     fp8: bool = False  # do its parameters rest and travel in 8 bits? `dtype` is what modules compute with
@@ -297,7 +297,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         for bucket in self.buckets:
-            assert bucket.along or bucket.size == self.ranks
+            assert bucket.axis or bucket.size == self.ranks
             assert bucket.bounds[0] == 0 and bucket.bounds[-1] == bucket.numel
             assert list(bucket.bounds) == sorted(bucket.bounds), bucket
             end = 0
@@ -375,23 +375,23 @@ def together(parameters: Mapping[str, tuple[Sequence[str], int]], layout: Layout
     return found
 
 
-def partition(specs: Iterable[Spec], layout: Layout, ranks: int, along: int = 1) -> Partition:
+def partition(specs: Iterable[Spec], layout: Layout, ranks: int, on_axis: int = 1) -> Partition:
     """Lay the parameters out over the `ranks` ranks of a team, in the order given.
 
-    along: the ranks of a team along `layout.axis`.
+    on_axis: the ranks of a team along an axis, of the parameters that have one.
     """
     specs = list(specs)
     owner: dict[str, int] = {}  # of those that are never cut
     for other, trainable in itertools.product((False, True), repeat=2):
-        alike = [s for s in specs if not _block(s, layout) and (bool(s.along), s.trainable) == (other, trainable)]
-        owner |= owners({spec.name: spec.shape for spec in alike}, along if other else ranks)
+        alike = [s for s in specs if not _block(s, layout) and (bool(s.axis), s.trainable) == (other, trainable)]
+        owner |= owners({spec.name: spec.shape for spec in alike}, on_axis if other else ranks)
     packed = [_pack(key, run, layout.base, owner) for key, run in _runs(specs, layout)]
     even = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds]
     bounds: dict[int, tuple[int, ...]] = {}
-    for other, block in dict.fromkeys((bool(p.key.along), p.key.block) for p in packed):
-        members = [i for i, p in enumerate(packed) if (bool(p.key.along), p.key.block) == (other, block)]
+    for other, block in dict.fromkeys((bool(p.key.axis), p.key.block) for p in packed):
+        members = [i for i, p in enumerate(packed) if (bool(p.key.axis), p.key.block) == (other, block)]
         cut = _owned_bounds if block == WHOLE else even
-        cuts = cut([packed[i] for i in members], block, along if other else ranks)
+        cuts = cut([packed[i] for i in members], block, on_axis if other else ranks)
         bounds |= zip(members, cuts, strict=True)
     return Partition(
         ranks,
@@ -443,7 +443,7 @@ def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[BucketKey, list[S
     runs: list[tuple[BucketKey, list[Spec]]] = []
     for spec in specs:
         block = _block(spec, layout)
-        key = BucketKey(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.along, spec.kept, block, spec.fp8)
+        key = BucketKey(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.axis, spec.kept, block, spec.fp8)
         nbytes = spec.numel * spec.itemsize
         run, filled = open_runs.get(key, ([], math.inf))
         if filled + nbytes > limit:

@@ -152,7 +152,7 @@ def seat(rank: int, ranks: int, replicas: int = 1, *, hosts: bool = False, by_pa
     return Seat(rank % size, size, rank // size, replicas, by_part=by_part, hosts=hosts, grid=grid)
 
 
-def seat_along(rank: int, axes: Mapping[str, int], name: str) -> Seat:
+def seat_on(rank: int, axes: Mapping[str, int], name: str) -> Seat:
     """Return a rank's seat among the ranks that differ from it on one axis only.
 
     axes: the lengths of the mesh's axes by name, the slowest first. Raises `UserError` if none has this name.

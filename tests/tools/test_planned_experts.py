@@ -18,7 +18,7 @@ from zeroshard.errors import UserError
 from zeroshard.layout import partition
 from zeroshard.planner import recipes, shapes, states
 from zeroshard.planner.simulate import simulate
-from zeroshard.stage import STAGES, seat_along
+from zeroshard.stage import STAGES, seat_on
 
 JOB = f"{Path(__file__).parents[2] / 'examples' / 'job.py'}:job"
 EXPERTS = Layout(along={"*.experts.*": "edp"})
@@ -47,7 +47,7 @@ def held(stage):
     after = {verb: each.sent for verb, each in zero.ledger().traffic.items()}
     kept = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
     kept = {state: kept[state] for state in ("parameters", "gradients", "master", *NAMES.values()) if state in kept}
-    return kept, after["reduce"] - before["reduce"], [(b.slots, b.bounds, b.along) for b in zero.partition.buckets]
+    return kept, after["reduce"] - before["reduce"], [(b.slots, b.bounds, b.axis) for b in zero.partition.buckets]
 
 
 @pytest.mark.row(97)
@@ -63,10 +63,10 @@ def test_planned_from_shapes_is_what_each_rank_holds_and_sends(ranks, tmp_path, 
     cut = partition(specs, EXPERTS, 4, 2)
     totals = []
     for rank, (kept, reduced, buckets) in enumerate(ranks.run(4, held, stage)):
-        along = seat_along(rank, {"edp": 2, "ep": 2}, "edp")
+        along = seat_on(rank, {"edp": 2, "ep": 2}, "edp")
         planned = states.of_recipe(cut, STAGES[stage], rank, recipe, along=along).states()
         assert {NAMES.get(state, state): planned[state] for state in planned if state != "step"} == kept
-        assert [(b.slots, b.bounds, b.along) for b in cut.buckets] == buckets
+        assert [(b.slots, b.bounds, b.axis) for b in cut.buckets] == buckets
         traffic = states.recipe_traffic(cut, STAGES[stage], rank, recipe, along=along)
         assert traffic.reduce.sent == reduced
         totals.append(sum(planned.values()))

@@ -81,9 +81,9 @@ class ModelState:
     @contextlib.contextmanager
     def saved_in(self, folder: Path) -> Iterator[Saved]:
         """Open a checkpoint, with its lists of experts under the names that they have in this model."""
-        along = [(buffer, slot) for buffer in self.buffers if buffer.bucket.along for slot in buffer.bucket.slots]
+        rows = [(buffer, slot) for buffer in self.buffers if buffer.bucket.axis for slot in buffer.bucket.slots]
         with Saved.open(folder, alone=self.group.ranks == 1) as saved:
-            here = {slot.name: Here(buffer.among(slot).shape, buffer.team.seat.parts) for buffer, slot in along}
+            here = {slot.name: Here(buffer.among(slot).shape, buffer.team.seat.parts) for buffer, slot in rows}
             relist(saved, {name: each for name, each in here.items() if self.strips(name) == ONE_STRIP})
             yield saved
 

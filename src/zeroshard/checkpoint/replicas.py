@@ -88,7 +88,7 @@ def _all_holders(kind: str, group: Group) -> list[list[int]]:
     ranks, seat = range(group.ranks), group.team.seat
     if kind == "shard":
         return [[rank for rank in ranks if seat.position_of(rank) == at] for at in range(seat.size)]
-    return [[*team] for team in group.along.seat.teams()] if kind == "part" else [[*ranks]]
+    return [[*team] for team in group.axis_team.seat.teams()] if kind == "part" else [[*ranks]]
 
 
 def _holders(label: str, group: Group) -> list[int]:
@@ -100,7 +100,7 @@ def _items(
     running: ModelState, buffers: Sequence[Buffer], *, by_tensor: bool
 ) -> Iterator[tuple[str, Tensor | Part | Any]]:
     """Yield (label, content) of all that other ranks hold too, bucket by bucket or parameter by parameter."""
-    seat, rows = running.group.team.seat, running.group.along.seat
+    seat, rows = running.group.team.seat, running.group.axis_team.seat
 
     def shared(buffer: Buffer, degree: Degree) -> bool:
         return degree is Degree.RANK or (degree is Degree.TEAM and buffer.team.seat.replicas > 1)
@@ -108,7 +108,7 @@ def _items(
     def held(buffer: Buffer, degree: Degree) -> str:
         if degree is Degree.TEAM:
             return f"shard {seat.position} of "
-        return f"part {rows.part} of " if buffer.bucket.along else ""
+        return f"part {rows.part} of " if buffer.bucket.axis else ""
 
     for buffer in buffers:
         flats = [("", buffer.parameters)] * (buffer.parameters is not buffer.master)

@@ -116,7 +116,7 @@ def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timel
     return timeline.replay(
         run.events, cluster, ranks=sits.size, updated_nbytes=sum(held.values()), ordered=ordered, steps=run.steps,
         replica=sits.replica, replicas=sits.replicas,
-        along={b.index: run.zero._engine.group.along.seat for b in run.zero.partition.buckets if b.along},
+        along={b.index: run.zero._engine.group.axis_team.seat for b in run.zero.partition.buckets if b.axis},
         facts={at: replace(of, native=not ordered) for at, of in facts(run.zero).items()},
     )  # fmt: skip
 
@@ -229,7 +229,7 @@ def saved(zero: Zero) -> dict[str, int]:
 def balance(zero: Zero) -> dict[str, Any]:
     """Measure how evenly the layout shares the model: padding, the fullest and emptiest rank, empty shards."""
     buckets = zero.partition.buckets
-    elements = [mine.shard for mine in owned(zero.partition, zero._engine.group.along.seat)]
+    elements = [mine.shard for mine in owned(zero.partition, zero._engine.group.axis_team.seat)]
     padding = sum(bucket.padding * zero.dtypes(bucket).param.itemsize for bucket in buckets)
     total = sum(bucket.numel * zero.dtypes(bucket).param.itemsize for bucket in buckets)
     return {

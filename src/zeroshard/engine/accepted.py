@@ -170,25 +170,22 @@ def check_optimizers(
     optimizers: list[Any],
     partition: Partition,
     blocks: dict[str, int],
-    parts: int,
     over: Degree,
 ) -> None:
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice.
 
-    blocks: elements of each parameter that are not cut apart, where the layout or its optimizer says so. parts: how
-    many teams have rows of a parameter along an axis. over: which ranks their states are sharded over.
+    blocks: elements of each parameter that are not cut apart, where the layout or its optimizer says so. over: which
+    ranks their states are sharded over.
     """
     replicated, spread = not over, over is Degree.ALL
     names = {id(record.param): record.name for record in managed}
     places = {slot.name: (bucket, slot) for bucket in partition.buckets for slot in bucket.slots}
     for number, optimizer in enumerate(optimizers):
         slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
-        block = block_of(optimizer)
-        rows = [slot.name for bucket, slot in slots if bucket.along and parts > 1 and not _alike(slot.numel, block)]
         held = [slot.name for bucket, slot in slots if bucket.cuts(slot) or (spread and not bucket.whole)]
         cut = [name for name in held if not (replicated or name in blocks)]
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
-        check_optimizer(optimizer, partition, rows, cut, replicated=replicated)
+        check_optimizer(optimizer, partition, cut, replicated=replicated)
         check_options(optimizer, number)
         for param in () if replicated else (each for each in updated(optimizer) if names.get(id(each)) in held):
             for key, value in optimizer.state.get(param, {}).items():
@@ -237,8 +234,9 @@ def check_option(where: str, value: Any) -> None:
         )
 
 
-def _alike(numel: int, block: int | None) -> bool:
+def in_blocks(optimizer: Any, numel: int) -> bool:
     """Tell if so many elements are whole blocks of an optimizer; also if its blocks are not known."""
+    block = block_of(optimizer)
     return block is None or (block != WHOLE and numel % block == 0)
 
 
@@ -256,11 +254,10 @@ def check_parts(optimizer: Any, parted: list[str]) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, partition: Partition, rows: list[str], cut: list[str], *, replicated: bool) -> None:
+def check_optimizer(optimizer: Any, partition: Partition, cut: list[str], *, replicated: bool) -> None:
     """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update.
 
-    rows: of what it updates, those of which this rank has some rows; cut: those that lie on several ranks, where nobody
-    has said where a cut may be.
+    cut: of what it updates, what lies on several ranks without a word of where a cut may be.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -284,12 +281,6 @@ def check_optimizer(optimizer: Any, partition: Partition, rows: list[str], cut: 
             instead="shard(..., stage=0)",
         )
     block = block_of(optimizer)
-    if rows:
-        raise UserError(
-            "this optimizer works on whole tensors or blocks, and of this one a rank has some rows only",
-            where=f"{name}, parameter {rows[0]!r} in Layout.along",
-            instead="another optimizer for it, beside this one for the others: shard(model, [muon, adamw])",
-        )
     if block is None and cut and not (is_torch and name == "LBFGS"):
         raise UserError(
             "zeroshard does not know whether this optimizer is elementwise",

@@ -104,15 +104,15 @@ class Alike:
 
     def differ(self, units: list[Unit], *, asked: bool) -> bool:
         """Tell if ranks differ in their weights as they leave gathered(). asked: else False, one rank's count."""
-        found = [weights_digest(units, along=along) if asked else 0 for along in (False, True)]
+        found = [weights_digest(units, on_axis=each) if asked else 0 for each in (False, True)]
         told = self._group.poll(LEAVING, len(units), *found)
-        teams = self._group.along.seat.teams() if len(told) > 1 else []
+        teams = self._group.axis_team.seat.teams() if len(told) > 1 else []
         return len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
 
 
-def weights_digest(units: list[Unit], *, along: bool) -> int:
+def weights_digest(units: list[Unit], *, on_axis: bool) -> int:
     """Digest the units' gathered weights: those of buckets that all ranks share, or of buckets along an axis."""
-    buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.along) == along]
+    buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.axis) == on_axis]
     # On another device there is no fingerprint, and ranks that differ would look alike.
     found = [fingerprint(ask(buffer.full)) for buffer in buffers]
     return zlib.crc32(repr(found).encode())

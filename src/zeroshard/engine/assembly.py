@@ -53,7 +53,6 @@ from .unit import (
     managed_parameters,
     matching,
     materialise,
-    parameters_along,
 )
 
 
@@ -102,13 +101,12 @@ class Assembly:
             check_parameters(self.managed)
             check_memory(self.model, self.managed)
             check_buffers(self.model)
-            replicated, along = not self.placements.optimizer, self.group.along
+            replicated, axis_team = not self.placements.optimizer, self.group.axis_team
             block = blocks(self.managed, optimizers, layout, replicated=replicated)
-            self.partition = partition(self._specs(layout, block), layout, self.group.team.size, along.size)
+            self.partition = partition(self._specs(layout, block), layout, self.group.team.size, axis_team.size)
             check_settings(self.partition, layout, comm, self.precision)
-            parts = along.seat.parts
             over = self.placements.optimizer
-            check_optimizers(self.model, self.managed, optimizers, self.partition, block, parts, over)
+            check_optimizers(self.model, self.managed, optimizers, self.partition, block, over)
             check_offload(optimizers, self.offload)
             for feature in features():
                 feature.check(self, optimizers)
@@ -128,14 +126,14 @@ class Assembly:
         self.group.progress.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
 
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
-        specs, along = [], parameters_along(self.managed, layout)
+        specs, axes = [], first("axes", self.managed, layout) or {}
         matching(self.managed, self.precision.keep, "Precision.keep")
         fp8 = first("chosen", self.managed, self.precision) or ()
         for r in self.managed:
             kept = self.precision.keeps(r.names)
             dtype = self.precision.of(kept=kept).param(r.param.dtype)
             cut = self.tensors.cuts.get(id(r.param))
-            axis = layout.axis * (r.name in along) if cut is None else self.tensors.axis
+            axis = axes.get(r.name, "") if cut is None else self.tensors.axis
             shape, trainable = tuple(r.param.shape), r.param.requires_grad
             if trainable:
                 check_trained(r.name, dtype)

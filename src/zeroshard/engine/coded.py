@@ -29,7 +29,7 @@ def _check(partition: Partition) -> None:
             instead=f"Layout(align={BLOCK}), the default",
         )
     for bucket in trained:
-        parts = bucket.along or any(slot.cut is not None for slot in bucket.slots)
+        parts = bucket.axis or any(slot.cut is not None for slot in bucket.slots)
         if parts or bucket.dtype not in map(str, COMPUTED):
             raise UserError(
                 "gradients of 8 bits are those of real parameters of 16 or 32 bits that all ranks shard",

@@ -75,7 +75,7 @@ def check_fp8(partition: Partition) -> None:
     names = [slot.name for bucket in partition.buckets if bucket.fp8 for slot in bucket.slots]
     if not names:
         return
-    parts = any(b.fp8 and (b.along or slot.cut is not None) for b in partition.buckets for slot in b.slots)
+    parts = any(b.fp8 and (b.axis or slot.cut is not None) for b in partition.buckets for slot in b.slots)
     if parts:
         raise UserError(
             "parameters in 8 bits rest on each rank, and all ranks shard them",

@@ -26,6 +26,7 @@ class Settings(NamedTuple):
     in_backward: bool = False
     bounds: str = "unit"
     align: int = BLOCK
+    along: bool = False  # are some parameters along an axis?
     apart: bool = False
     reduce: str = "ordered"
     transport: str = "auto"
@@ -81,6 +82,7 @@ def settings(
         stage=stage,
         bounds=layout.bounds,
         align=layout.base,
+        along=bool(layout.along),
         apart=layout.apart,
         recompute=layout.recompute,
         reduce=comm.reduce,

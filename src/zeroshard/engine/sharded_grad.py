@@ -315,7 +315,7 @@ def _pieces(entry: Entry) -> list[Any]:
     cuts = [bucket.shard(position) for position in range(bucket.size)]
     if entry.accumulator.sum.by_part:
         cuts = [cut for at in range(bucket.size) for cut in bucket.portions(seat._replace(position=at))]
-    return [bucket.along, *(entry.slot.within(*each) for each in cuts)]
+    return [bucket.axis, *(entry.slot.within(*each) for each in cuts)]
 
 
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -137,38 +137,6 @@ def matching(managed: list[Managed], patterns: Sequence[str], setting: str) -> s
     return names_matching({record.name: record.names for record in managed}, patterns, setting)
 
 
-def parameters_along(managed: list[Managed], layout: Layout) -> set[str]:
-    """Return the names of the parameters that `Layout.along` shards along its axis, or refuse one that cannot be."""
-    found = matching(managed, [*layout.along], "Layout.along")
-    for record in (record for record in managed if record.name in found):
-        of = f"parameter {record.name!r}"
-        others = [n for n in record.names if not any(fnmatch.fnmatchcase(n, pattern) for pattern in layout.along)]
-        if others:
-            raise UserError(
-                "a parameter is sharded along an axis under one of its names, and not under another",
-                where=of,
-                got=f"{others} too",
-                instead="patterns in Layout.along that match all of its names, or none",
-            )
-        if not record.param.dim():
-            raise UserError(
-                "a parameter along an axis is some rows of a tensor, and this one has no rows",
-                where=of,
-                expected="one dimension or more, of which the first counts over all ranks",
-                got="a single number",
-                instead=f"torch.zeros(1) in place of it, or a pattern in Layout.along that leaves {record.name!r} out",
-            )
-        if record.param.is_meta:
-            raise UserError(
-                "a parameter along an axis is on meta, where every rank would get the same first values",
-                where=of,
-                expected="this rank's rows of the tensor",
-                got="no values",
-                instead="make these parameters on a real device, from the rows that are this rank's",
-            )
-    return found
-
-
 def borrowed(units: list[tuple[str, nn.Module]], managed: list[Managed]) -> list[list[int]]:
     """Return for each unit the other units whose parameters its own modules use."""
     index = {id(module): i for i, (_, module) in enumerate(units)}

@@ -49,7 +49,7 @@ def layout_json(
         shares = {bucket.shard_numel(rank) for rank in range(bucket.size)}
         cuts = {"share": shares.pop()} if len(shares) == 1 else {"bounds": list(bucket.bounds)}
         stride = along.grid.stride(along.axis)
-        rows = {"size": bucket.size, "stride": stride, "parts": along.parts} if bucket.along else {}
+        rows = {"size": bucket.size, "stride": stride, "parts": along.parts} if bucket.axis else {}
         updates = {"updates": _updates(bucket, sits)} if spread else {}
         dtype = bucket.dtype.removeprefix("torch.")
         rests = (E4M3, 1) if bucket.fp8 else (dtype, bucket.itemsize)

@@ -75,7 +75,7 @@ def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
     shown = _shown(summary) if step is not None else []
     steps = zero._engine.group.describe(step if zero.rank in shown else None)
     units = [unit.name for unit in zero._engine.units]
-    along, sits = zero._engine.group.along.seat, zero._engine.group.team.seat
+    along, sits = zero._engine.group.axis_team.seat, zero._engine.group.team.seat
     recording = None
     if shown:
         notes = [note for each in summaries for note in each["notes"]]
@@ -106,15 +106,15 @@ def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
 
 def _numel(bucket: Bucket, along: Seat) -> int:
     """Count a bucket's parameters, with the rows of all ranks."""
-    return (bucket.numel - bucket.padding) * (along.parts if bucket.along else 1)
+    return (bucket.numel - bucket.padding) * (along.parts if bucket.axis else 1)
 
 
 def _groups(zero: Zero) -> list[dict[str, Any]]:
     """Describe the teams in which ranks share buckets; [] where all ranks share everything."""
-    along, sits = zero._engine.group.along.seat, zero._engine.group.team.seat
+    along, sits = zero._engine.group.axis_team.seat, zero._engine.group.team.seat
     found = []
     for what, seat in {"": sits, zero._engine.layout.axis or "": along}.items():
-        own = [bucket for bucket in zero.partition.buckets if bool(bucket.along) == bool(what)]
+        own = [bucket for bucket in zero.partition.buckets if bool(bucket.axis) == bool(what)]
         if not sits.mirrored and own and (sits.replicas > 1 or along.parts > 1):
             found.append(
                 {
@@ -144,7 +144,7 @@ def _summary(zero: Zero, step: dict[str, Any] | None) -> dict[str, Any]:
         predicted = None
     return {
         "rank": zero.rank,
-        "numel": owned(zero.partition, zero._engine.group.along.seat)[zero.rank % zero.partition.ranks].numel,
+        "numel": owned(zero.partition, zero._engine.group.axis_team.seat)[zero.rank % zero.partition.ranks].numel,
         "held": _some(ledger.held),
         "predicted": predicted,
         "tiers": {tier: rests for tier, held in ledger.tiers.items() if (rests := _some(held))},

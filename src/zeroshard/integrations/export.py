@@ -366,7 +366,7 @@ def gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Ten
 
 def each_part(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield (part, gathered bucket) on every rank; along an axis each team's in turn, since each holds other rows."""
-    if not buffer.bucket.along:
+    if not buffer.bucket.axis:
         yield 0, own
         return
     theirs = buffer.tier.reserve("gather", own.numel(), own.dtype)

@@ -12,7 +12,7 @@ from ..headroom import IN_FLIGHT
 from ..layout import UNIT_MIB, Layout, Partition
 from ..ranks.comm import Comm
 from ..resting import TIERS, placements
-from ..stage import ALONE, STAGES, STATES, Placements, Seat, seat_along
+from ..stage import ALONE, STAGES, STATES, Placements, Seat, seat_on
 from . import states
 from .disk import Disk
 from .recipes import Fractions, Recipe
@@ -49,7 +49,7 @@ class Asked(NamedTuple):
 
     def along(self, rank: int, ranks: int) -> Seat:
         """Return a rank's seat among those that hold the same experts; `ALONE` without experts."""
-        return seat_along(rank, self.axes(ranks), self.layout.axis) if self.experts else ALONE
+        return seat_on(rank, self.axes(ranks), self.layout.axis) if self.experts else ALONE
 
     @property
     def experts(self) -> Mapping[str, str]:

@@ -40,7 +40,7 @@ class Balance(NamedTuple):
 def balance(partition: Partition, replicas: int = 1) -> Balance | None:
     """Measure the balance of a team, without experts; None if every tensor may be cut. replicas: how many teams."""
     works, tensors = [0] * partition.ranks, 0
-    for bucket in (bucket for bucket in partition.buckets if bucket.whole and not bucket.along):
+    for bucket in (bucket for bucket in partition.buckets if bucket.whole and not bucket.axis):
         for slot in (slot for slot in bucket.slots if slot.numel):
             works[next(r for r in range(partition.ranks) if bucket.fragment(slot, r).numel)] += work(slot.shape)
             tensors += 1

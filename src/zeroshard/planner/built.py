@@ -67,5 +67,5 @@ def holding(zero: Zero) -> Holding:
             return {file_name(state, number) if each[1] == 1 else state: each for state, each in found.items()}
         return found
 
-    seats = Seats(zero._engine.group.team.seat, zero._engine.group.along.seat)
+    seats = Seats(zero._engine.group.team.seat, zero._engine.group.axis_team.seat)
     return Holding(zero.partition, zero.placements, seats, rests, kept, zero._engine.resting)

@@ -84,7 +84,7 @@ def _fullest(run: Simulation) -> int:
     if run.ranks == 1:
         return 0
     recipe, placements, cut = _recipe(run), run.zero.placements, run.zero.partition
-    owned = states.owned(cut, run.zero._engine.group.along.seat)
+    owned = states.owned(cut, run.zero._engine.group.axis_team.seat)
     parts = states.updated(cut, built.rows(run.zero)) if placements.optimizer is Degree.ALL else None
     fullest = states.fullest_rank(owned, placements, recipe, parts)
     same = owned[0] == owned[fullest % len(owned)] and (parts is None or parts[0] == parts[fullest])

@@ -109,7 +109,7 @@ def _notes(model: shapes.Shapes, specs: Sequence[Spec], laid_out: Partition, ask
     where = "a replica" if asked.copies > 1 else "all ranks"
     notes = [f"padding over {where}: {padding:,} elements"] if padding else []
     if asked.experts:
-        local = sum(spec.numel for spec in specs if spec.along)
+        local = sum(spec.numel for spec in specs if spec.axis)
         notes += [
             f"experts: {local * asked.ep:,} parameters in {asked.ep} parts, each over {asked.ranks // asked.ep} ranks; "
             "all other parameters over all ranks. Tokens that are sent to them are not counted"

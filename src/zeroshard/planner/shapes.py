@@ -89,17 +89,17 @@ class Shapes:
             kind = f"float{8 * itemsize}", itemsize, units[name], True, rows.get(pattern, "")
             found[stacked] = Spec(stacked, shape, *kind)
         for name, spec in found.items():
-            if spec.along and (not spec.shape or spec.shape[0] % ep):
+            if spec.axis and (not spec.shape or spec.shape[0] % ep):
                 raise UserError(
                     "the rows of a parameter cannot be divided among so many ranks", where=name,
                     expected=f"a multiple of {ep} in the first dimension", got=spec.shape, instead="ep that divides it",
                 )  # fmt: skip
-        if rows and not any(spec.along for spec in found.values()):
+        if rows and not any(spec.axis for spec in found.values()):
             pattern = next(iter(rows))
             raise UserError(
                 "Layout.along matches no parameter", got=repr(pattern), instead=nearest(pattern, [*found][:40])
             )
-        return [s._replace(shape=(s.shape[0] // ep, *s.shape[1:])) if s.along else s for s in found.values()]
+        return [s._replace(shape=(s.shape[0] // ep, *s.shape[1:])) if s.axis else s for s in found.values()]
 
 
 def read(path: str | os.PathLike[str]) -> Shapes:

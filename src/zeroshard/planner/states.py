@@ -111,7 +111,7 @@ class Seats(NamedTuple):
     along: Seat = ALONE
 
     def of(self, bucket: Bucket) -> Seat:
-        return self.along if bucket.along else self.everyone
+        return self.along if bucket.axis else self.everyone
 
 
 class Holding(NamedTuple):
@@ -246,7 +246,7 @@ def owned(partition: Partition, along: Seat = ALONE) -> list[Owned]:
     """
     found = [[0, 0, 0] for _ in range(partition.ranks)]
     for bucket in partition.buckets:
-        shares = found if not bucket.along else [[0, 0, 0] for _ in range(bucket.size)]
+        shares = found if not bucket.axis else [[0, 0, 0] for _ in range(bucket.size)]
         first = 0  # the first slot that can reach into this shard
         for position in range(bucket.size):
             low, high = bucket.shard(position)
@@ -260,7 +260,7 @@ def owned(partition: Partition, along: Seat = ALONE) -> list[Owned]:
                 if numel := slot.within(low, high).numel:
                     mine[1] += numel
                     mine[2] += 1
-        if bucket.along:
+        if bucket.axis:
             for rank, whole in enumerate(found):
                 whole[:] = map(sum, zip(whole, shares[along.position_of(rank)], strict=True))
     return [Owned(*mine) for mine in found]

@@ -148,12 +148,12 @@ class Group:
 
     backend: str = "none"
 
-    def __init__(self, team: Team, rank: int = 0, ranks: int = 1, along: Team | None = None) -> None:
-        """team: the ranks that shard together. along: those that shard the parameters of an axis."""
+    def __init__(self, team: Team, rank: int = 0, ranks: int = 1, axis_team: Team | None = None) -> None:
+        """team: the ranks that shard together. axis_team: those that shard what lies along an axis."""
         self.ledger: Ledger = team.ledger
         self.device: torch.device = team.device
         self.team = team
-        self.along = along or team
+        self.axis_team = axis_team or team
         self.process = os.getpid()
         self.rank = rank
         self.ranks = ranks
@@ -285,15 +285,15 @@ class Group:
 
     def team_of(self, bucket: Bucket) -> Team:
         """Return the team of ranks that shard a bucket."""
-        return self.along if bucket.along else self.team
+        return self.axis_team if bucket.axis else self.team
 
     def give_all(self, tensor: Tensor, bucket: Bucket, source: int = 0) -> None:
         """Copy the source rank's tensor, a whole bucket, to all ranks.
 
         For a bucket along an axis every team gets that of its own rank at the source's position.
         """
-        if bucket.along:
-            self.along.broadcast(tensor, self.along.seat.position_of(source))
+        if bucket.axis:
+            self.axis_team.broadcast(tensor, self.axis_team.seat.position_of(source))
         else:
             self.broadcast(tensor, source)
 

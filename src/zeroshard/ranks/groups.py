@@ -290,7 +290,7 @@ class Wanted(NamedTuple):
 CONTROL = ("control", "axis")  # uses of CPU tensors
 
 
-def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str) -> list[Wanted]:
+def _wanted(rank: int, ranks: int, sits: Seat, on_axis: Seat | None, backend: str) -> list[Wanted]:
     """List all groups of a rank. On every rank a group for one use has the same place."""
     everyone, team, lying = range(ranks), [*sits.members(rank)], lines(ranks, rank)
     found = [Wanted("gather", backend, team), Wanted("reduce", backend, team)]
@@ -302,9 +302,9 @@ def _wanted(rank: int, ranks: int, sits: Seat, along: Seat | None, backend: str)
         found += [Wanted("pair", backend, [copies[at] for at in pair]) for pair in _pairs(sits)]
         found += [Wanted("copies", backend, copies)] * (not sits.mirrored) + [Wanted("broadcast", backend, everyone)]
         found += [Wanted("starts", backend, copies)] * sits.by_part + [Wanted("first", backend, copies)] * sits.hosts
-    if along:
-        others = [*along.members(rank)]
-        found += [Wanted("gather along", backend, others), Wanted("reduce along", backend, others)]
+    if on_axis:
+        others = [*on_axis.members(rank)]
+        found += [Wanted("gather on axis", backend, others), Wanted("reduce on axis", backend, others)]
     return found
 
 
@@ -354,7 +354,7 @@ class Groups:
         device: torch.device,
         timeout: float | None,
         sits: Seat,
-        along: Seat | None,
+        on_axis: Seat | None,
         transport: Transport,
     ) -> None:
         """sits: in the team of all parameters but those along an axis, which have one of their own."""
@@ -368,7 +368,7 @@ class Groups:
         self.backend = backend_for(device, parent)
         # Does the device's queue wait for data, and not this thread? Gloo takes even a GPU's through the host.
         self.queued = asynchronous(device) and self.backend != "gloo"
-        self._wanted = wanted = _wanted(rank, len(ranks), sits, along, self.backend)
+        self._wanted = wanted = _wanted(rank, len(ranks), sits, on_axis, self.backend)
         self._ranks, self._options = ranks, options
         # Of the streams, those of a device's queue.
         self.queues = [at for at, each in enumerate(wanted) if self.queued and each.use not in CONTROL]
@@ -394,7 +394,7 @@ class Groups:
         about, abort = weakref.WeakMethod(self._about), weakref.WeakMethod(self.abort)
         summon = weakref.WeakMethod(self._summon)
         alike = f"has replicas={sits.summed}" + " that each keep a part" * sits.by_part + ", as hosts" * sits.hosts
-        alike += f" and {along.parts} teams of {along.size} along an axis" if along else ""
+        alike += f" and {on_axis.parts} teams of {on_axis.size} along an axis" if on_axis else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
         needed = sum(each.sockets for each in wanted) + sits.size * (transport == "shared")  # "auto" can do without
         if self.queued:
@@ -462,13 +462,14 @@ class Groups:
             found[each.use].append(stream)
         (self.gathers,), (self.reductions,), (self.control,) = found["gather"], found["reduce"], found["control"]
         self.axes = found["axis"] or [self.control]
-        self.along = (*(found["gather along"] or [self.gathers]), *(found["reduce along"] or [self.reductions]))
+        gathers, reductions = found["gather on axis"] or [self.gathers], found["reduce on axis"] or [self.reductions]
+        self.axis_streams = (*gathers, *reductions)
         (self.copies,), (self.broadcasts,) = found["copies"] or [self.gathers], found["broadcast"] or [self.gathers]
         self.starts = (found["starts"] or [self.gathers])[0]
         self.firsts = (found["first"] or [self.gathers])[0]
         # By the first of the two replicas.
         self.pairs = {each.members[0] // sits.size: each for each in found["pair"] if len(each.members) == 2}
-        sums = ("reduce", "reduce along", "pair", "copies", "starts")
+        sums = ("reduce", "reduce on axis", "pair", "copies", "starts")
         self.sums = [at for at, each in enumerate(wanted) if each.use in sums]  # of the streams
         self.shared: list[SharedStream] = []  # of gathers and reductions; then those of the axis
 
@@ -476,7 +477,7 @@ class Groups:
         """Share memory inside all teams, if all ranks can."""
         rank, ranks, name = self.watch.rank, dist.get_world_size(parent), f"zeroshard/{parent.group_name}/memory"
         store = dist.distributed_c10d._get_default_store()
-        at, teams = f"{name}/{store.add(f'{name}/{rank}', 1)}", [self.gathers.members, self.along[0].members]
+        at, teams = f"{name}/{store.add(f'{name}/{rank}', 1)}", [self.gathers.members, self.axis_streams[0].members]
         teams = [team for at, team in enumerate(teams) if len(team) > 1 and team not in teams[:at]]
         found, why = attend(self.watch, lambda: share(store, at, rank, ranks, teams, self.limit))
         if why and transport == "shared":
@@ -655,12 +656,12 @@ def groups_of(
     device: torch.device,
     timeout: float | None,
     sits: Seat,
-    along: Seat | None = None,
+    on_axis: Seat | None = None,
     transport: Transport = "gloo",
 ) -> Groups:
-    made, key = _made.setdefault(parent, {}), (device, timeout, sits, along, transport)
+    made, key = _made.setdefault(parent, {}), (device, timeout, sits, on_axis, transport)
     if key not in made or made[key].loss is not None:
-        made[key] = Groups(parent, device, timeout, sits, along, transport)
+        made[key] = Groups(parent, device, timeout, sits, on_axis, transport)
     elif made[key].queued:
         prepare(len(_in_queues()))  # the program may have made more
     return made[key]

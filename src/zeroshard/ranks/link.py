@@ -269,7 +269,7 @@ class Link:
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
         groups = self.groups
-        of_data = (groups.gathers, groups.firsts, groups.broadcasts, groups.along[0], *self._relaying())
+        of_data = (groups.gathers, groups.firsts, groups.broadcasts, groups.axis_streams[0], *self._relaying())
         if isinstance(stream, SharedStream):
             return self._lend(stream, what, group)
         control = group is None or stream not in of_data

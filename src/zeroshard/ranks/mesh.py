@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..errors import UserError
 from ..events import Ledger
 from ..numerics import simulated
-from ..stage import Seat, seat, seat_along
+from ..stage import Seat, seat, seat_on
 from .agreement import Group, Progress
 from .comm import Comm, Simulated, Transport
 from .groups import groups_of, start
@@ -37,7 +37,7 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
     if isinstance(parent, Simulated):
         sits, how = _seat(parent.rank, parent.ranks, settings), _transport(settings, device)
         shares = how == "shared" or (how == "auto" and simulated(torch.empty(0, device=device)))
-        place = seat_along(parent.rank, _axes(parent, settings), axis) if axis else None
+        place = seat_on(parent.rank, _axes(parent, settings), axis) if axis else None
         other = None if place is None else Team(ledger, device, place, shares=shares)
         return Group(Team(ledger, device, sits, shares=shares), parent.rank, parent.ranks, other)
     axes = _axes(parent, settings) if axis else {}
@@ -72,16 +72,16 @@ def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = ""
             instead="call shard(...) on members of the group only",
         )
     sits = _seat(dist.get_rank(parent), dist.get_world_size(parent), settings)
-    along = seat_along(dist.get_rank(parent), axes, axis) if axis else None
+    place = seat_on(dist.get_rank(parent), axes, axis) if axis else None
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
     link = Link(
-        groups_of(parent, device, settings.timeout, sits, along, _transport(settings, device)), ledger, Progress()
+        groups_of(parent, device, settings.timeout, sits, place, _transport(settings, device)), ledger, Progress()
     )
     groups, other = link.groups, None
     team = ProcessTeam(ledger, device, link, sits, (groups.gathers, groups.reductions), groups.shared[:2])
-    if along is not None:
-        other = ProcessTeam(ledger, device, link, along, groups.along, groups.shared[-2:])
+    if place is not None:
+        other = ProcessTeam(ledger, device, link, place, groups.axis_streams, groups.shared[-2:])
     return ProcessGroup(team, link, other)
 
 
@@ -112,9 +112,9 @@ def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torc
     _check_ascending(mesh)
     parent = _everyone_of(mesh)
     rank = dist.get_rank(parent)
-    along = seat_along(rank, dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), data.mesh_dim_names[0])
+    place = seat_on(rank, dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), data.mesh_dim_names[0])
     # What is not cut has a copy in each team, and is not cut again: its parts are replicas.
-    sits = along._replace(part=0, parts=1, replica=along.part, replicas=along.parts, mirrored=along.parts > 1)
+    sits = place._replace(part=0, parts=1, replica=place.part, replicas=place.parts, mirrored=place.parts > 1)
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))
     transport = _transport(settings, device)
@@ -122,7 +122,7 @@ def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torc
     groups = link.groups
     both = [
         ProcessTeam(ledger, device, link, each, (groups.gathers, groups.reductions), groups.shared)
-        for each in (sits, along)
+        for each in (sits, place)
     ]
     return ProcessGroup(both[0], link, both[1])
 

@@ -77,9 +77,9 @@ def verb(method: Verb) -> Verb:
 class ProcessGroup(Group):
     """The verbs of agreement over `torch.distributed`."""
 
-    def __init__(self, team: ProcessTeam, link: Link, along: ProcessTeam | None) -> None:
+    def __init__(self, team: ProcessTeam, link: Link, axis_team: ProcessTeam | None) -> None:
         parent = link.groups.parent
-        super().__init__(team, dist.get_rank(parent), dist.get_world_size(parent), along)
+        super().__init__(team, dist.get_rank(parent), dist.get_world_size(parent), axis_team)
         self._link = link
         self._groups = link.groups
         self._global = dist.get_process_group_ranks(parent)

@@ -72,7 +72,7 @@ def _groups() -> Table:
     return table(
         "Buffers by group of ranks and dtype",
         [
-            line(what, says, f"{'MoE' if bucket.along else 'dense'}, {bucket.dtype}")
+            line(what, says, f"{'MoE' if bucket.axis else 'dense'}, {bucket.dtype}")
             for what, (says, _, _), bucket in zip(shown, said.values(), buckets, strict=True)
         ],
         line("buffers", None, len(cut.buckets)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -77,7 +78,8 @@ def every_file() -> str:
             room = folder
             about = first_sentence(PACKAGE / folder / "__init__.py") if folder else ""
             lines += ["", f"**`{folder}/`** {about}" if folder else "**On top**", ""]
-        lines.append(f"- [`{name}`](../src/zeroshard/{name}): {first_sentence(PACKAGE / name)}")
+        entry = f"- [`{name}`](../src/zeroshard/{name}): {first_sentence(PACKAGE / name)}"
+        lines.append(textwrap.fill(entry, 130, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
     return "\n".join([*lines[1:], ""])
 
 

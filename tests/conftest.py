@@ -39,7 +39,7 @@ MARKERS = {
     "processes": "runs its ranks in processes, with --worlds too",
     "worlds": "has its ranks in worlds in `make test`, so that `make full` runs it again (set by itself)",
     "gpu": "needs a CUDA device, skipped without one",
-    "row": "proves these rows of docs/trust.md, as a name with rowN in it does",
+    "row": "proves these rows of docs/trust-table.md, as a name with rowN in it does",
     "slow": "left to `make slow`: by hand, or a combination that `make full` need not have; skipped with --fast",
 }
 

@@ -46,6 +46,13 @@ def test_links_lead_somewhere(page):
     assert [target for target in targets if "://" not in target and not (page.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_line_of_prose_is_wide(page):
+    """At most 132 columns, but for rows of tables and what is in code blocks."""
+    prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if len(line) > 132 and not line.lstrip().startswith(("|", "<"))] == []
+
+
 def test_the_first_screen_differs_from_plain_torch_by_one_line():
     """The README's loop without zeroshard's line is a plain PyTorch loop that runs."""
     (snippet,) = fenced(README, "python")

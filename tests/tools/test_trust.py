@@ -1,4 +1,4 @@
-"""docs/trust.md and the suite say the same: every row has tests that exist, or a limit that is stated."""
+"""docs/trust-table.md and the suite say the same: every row has tests that exist, or a limit that is stated."""
 
 from __future__ import annotations
 

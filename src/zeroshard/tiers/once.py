@@ -83,7 +83,8 @@ class Pages:
         written = ((words < 0) | (words >> 62 & 1).bool()) & ~(words >> 61 & 1).bool()
         padded = torch.nn.functional.pad(written.to(torch.int8), (1, 1))
         edges = padded.diff()
-        starts, ends = (ask((edges == edge).nonzero().flatten()).tolist() for edge in (1, -1))
+        bounds = (ask(edges == edge).nonzero().flatten() for edge in (1, -1))
+        starts, ends = (ask(each).tolist() for each in bounds)
         return [(first * mmap.PAGESIZE, last * mmap.PAGESIZE) for first, last in zip(starts, ends, strict=True)]
 
     def forget(self) -> None:

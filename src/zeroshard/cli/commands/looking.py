@@ -9,7 +9,6 @@ import typer
 from zeroshard.cli.commands.options import (
     COMMON,
     GRID,
-    WHERE,
     AsJson,
     InBackward,
     OffloadPath,
@@ -20,6 +19,7 @@ from zeroshard.cli.commands.options import (
     unset,
 )
 from zeroshard.cli.config import FloatingPoint, InputError, Precision, in_options
+from zeroshard.cli.help import Command, Group
 from zeroshard.errors import UserError
 
 
@@ -41,8 +41,8 @@ class Shown:
 
 
 class Grid:
-    ranks: Annotated[str, option(GRID, "Numbers of local processes to run it on.")] = "2,3,4"
-    stage: Annotated[str, option(GRID, "Stages.")] = "0,1,2,3"
+    ranks: Annotated[str, option(COMMON, "Numbers of local processes to run it on.")] = "2,3,4"
+    stage: Annotated[str, option(COMMON, "Stages.")] = "0,1,2,3"
     replicas: Annotated[
         str, option(GRID, "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.")
     ] = "1"
@@ -56,12 +56,12 @@ class Grid:
     transport: Over = "auto"
     reduce: Sums = "ordered"
     bucket_mib: Annotated[str, option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small"
-    steps: Annotated[int, option(GRID, "Optimizer steps, each compared.")] = 4
-    accumulate: Annotated[int, option(GRID, "Micro-batches that each rank adds up in one step.")] = 2
+    steps: Annotated[int, option(COMMON, "Optimizer steps, each compared.")] = 4
+    accumulate: Annotated[int, option(COMMON, "Micro-batches that each rank adds up in one step.")] = 2
     precision: Annotated[
         Precision,
         option(
-            GRID,
+            COMMON,
             "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
             "-fp8: linear weights in 8 bits.",
         ),
@@ -69,7 +69,7 @@ class Grid:
     clip: Annotated[float | None, unset(GRID, "Clip gradients to this norm. [dim]\\[default: no][/dim]")] = None
     seed: Annotated[int, option(GRID, "The seed of the weights, and of what is drawn in batches and losses.")] = 0
     timeout: Annotated[float, option(GRID, "Seconds after which a silent rank is an error.")] = 300.0
-    offload: Annotated[str, unset(WHERE, "Compare with all states in these tiers too: cpu,nvme.", "TIERS")] = ""
+    offload: Annotated[str, unset(COMMON, "Compare with all states in these tiers too: cpu,nvme.", "TIERS")] = ""
     offload_path: OffloadPath = ""
     as_json: AsJson = False
 
@@ -88,9 +88,9 @@ def explain(
 
     Without a run, with one, and with two:
 
-      zeroshard explain                      260 parameters through one step of each stage
-      zeroshard explain run/mine             who held what, and waited for what, in that run
-      zeroshard explain run/mine run/other   peaks, timelines and losses, and whether the bits are equal
+      zeroshard explain                      260 parameters, a step of each stage
+      zeroshard explain run/mine             who held what, and waited for what
+      zeroshard explain run/mine run/other   peaks, losses, whether bits are equal
       zeroshard explain --text --stage 1     one stage, in the terminal
 
     The page needs no network and no server. Its numbers come from runs of the engine and from the planner's formulas.
@@ -214,12 +214,13 @@ ckpt = typer.Typer(
     help="Look into checkpoints, check, compare, export and import them: as files, without a model or ranks.",
     no_args_is_help=True,
     rich_markup_mode="rich",
+    cls=Group,
 )
 Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder that zero.save(...) was given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@ckpt.command("inspect")
+@ckpt.command("inspect", cls=Command)
 @takes()
 def inspect_checkpoint(
     path: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of several.")],
@@ -234,7 +235,7 @@ def inspect_checkpoint(
     inspect(path, as_json=as_json)
 
 
-@ckpt.command("verify")
+@ckpt.command("verify", cls=Command)
 @takes()
 def verify_checkpoints(
     paths: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="One or several.")],
@@ -246,7 +247,7 @@ def verify_checkpoints(
     raise typer.Exit(verify(paths, as_json=as_json))
 
 
-@ckpt.command("diff")
+@ckpt.command("diff", cls=Command)
 @takes()
 def diff_checkpoints(a: Checkpoint, b: Checkpoint, as_json: Json = False) -> None:
     """Compare two checkpoints bit for bit, however each was sharded. Exit code 0: they are equal, 1: they differ.
@@ -259,7 +260,7 @@ def diff_checkpoints(a: Checkpoint, b: Checkpoint, as_json: Json = False) -> Non
     raise typer.Exit(diff(a, b, as_json=as_json))
 
 
-@ckpt.command("export")
+@ckpt.command("export", cls=Command)
 @takes()
 def export_checkpoint(
     path: Checkpoint,
@@ -286,7 +287,7 @@ def export_checkpoint(
     export(path, out, dtype=dtype, file_nbytes=file_nbytes, overwrite=overwrite, as_json=as_json)
 
 
-@ckpt.command("import")
+@ckpt.command("import", cls=Command)
 @takes()
 def import_checkpoint(
     source: Annotated[

@@ -12,9 +12,9 @@ import typer
 from zeroshard.cli.config import Device, GradDtype, OptimizerOver, Precision, Reduce, Transport
 
 COMMON = None  # the panel that a help shows first
-DATA, RUN, MODEL = "Data", "Sharding and run", "Model and training"
+RUN, MODEL = "Sharding and run", "Model and training"
 WHAT, BYTES, ANSWER, WHERE = "What is planned", "Bytes and messages", "The answer", "Where states rest"
-GRID = "What to compare"
+GRID, MEASURE = "What to compare", "How the disk is measured"
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
@@ -77,11 +77,11 @@ def tiers_of(options: dict[str, Any]) -> dict[str, str]:
     return places(options.pop("offload"), **{state: options.pop(f"offload_{state}") for state in STATES})
 
 
-Steps = Annotated[int, option(MODEL, "Optimizer steps.")]
+Steps = Annotated[int, option(COMMON, "Optimizer steps.")]
 Seed = Annotated[int, option(MODEL, "The seed of the weights and of the micro-batches.")]
 Out = Annotated[
     str,
-    option(RUN, "The run's folder. An earlier run there moves to RUN_DIR/earlier-1.", metavar="RUN_DIR"),
+    option(COMMON, "The run's folder. An earlier run there moves to RUN_DIR/earlier-1.", metavar="RUN_DIR"),
 ]
 Stage = Annotated[
     int, option(COMMON, "What is sharded: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.")

@@ -10,7 +10,7 @@ from zeroshard.cli.commands.options import (
     ANSWER,
     BYTES,
     COMMON,
-    GRID,
+    MEASURE,
     RUN,
     WHAT,
     AsJson,
@@ -53,6 +53,15 @@ class Question:
         str | None, unset(COMMON, "h100-80, a100-40, l4, ...: does it fit, and if not, what would?", "NAME")
     ] = None
     gpu_mem: Annotated[str | None, unset(COMMON, "The same of 80GiB, 80GB, 24576MiB.", "BUDGET")] = None
+    preset: Annotated[
+        str | None,
+        unset(
+            COMMON,
+            "Bytes per parameter by name: paper, zeroshard, zeroshard-bf16-grads, fp32, deepspeed, megatron-bf16, "
+            "megatron-fp16. [dim]\\[default: paper, with shapes zeroshard][/dim]",
+            "NAME",
+        ),
+    ] = None
     check: Annotated[
         bool, option(COMMON, "Run the job on local ranks too. Exit code 1 unless held = predicted.", "--check")
     ] = False
@@ -122,15 +131,6 @@ class Sharding:
 
 
 class Bytes:
-    preset: Annotated[
-        str | None,
-        unset(
-            BYTES,
-            "Bytes per parameter by name: paper, zeroshard, zeroshard-bf16-grads, fp32, deepspeed, megatron-bf16, "
-            "megatron-fp16. [dim]\\[default: paper, with shapes zeroshard][/dim]",
-            "NAME",
-        ),
-    ] = None
     optimizer: Annotated[
         str | None,
         unset(
@@ -200,21 +200,21 @@ class Simulated:
 
 
 class Disk:
-    size: Annotated[str, option(GRID, "The size of the file that is read and written.")] = "1GiB"
-    block: Annotated[str, option(GRID, "What one system call moves.")] = "4MiB"
-    depth: Annotated[int, option(GRID, "System calls at once.")] = 4
-    direct: Annotated[bool, option(GRID, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")] = (
-        True
-    )
-    rounds: Annotated[int, option(GRID, "Runs of each pattern, in turn; the median counts.")] = 3
-    params: Annotated[str | None, unset(WHAT, "A model's parameters: 7B, 7e9.", "NUMBER")] = None
-    ranks: Annotated[int, option(RUN, "Ranks that share its states.")] = 1
+    params: Annotated[str | None, unset(COMMON, "A model's parameters: 7B, 7e9.", "NUMBER")] = None
+    ranks: Annotated[int, option(COMMON, "Ranks that share its states.")] = 1
     stage: Stage = 3
-    sharing: Annotated[int, option(RUN, "Ranks that use this disk at once.")] = 1
     tokens: Annotated[
-        str | None, unset(RUN, "A rank's tokens per backward: the tokens/s that the disk allows.", "NUMBER")
+        str | None, unset(COMMON, "A rank's tokens per backward: the tokens/s that the disk allows.", "NUMBER")
     ] = None
-    out: Annotated[str | None, unset(ANSWER, "Leave the answer as JSON, for plan --disk.", "FILE")] = None
+    size: Annotated[str, option(COMMON, "The size of the file that is read and written.")] = "1GiB"
+    out: Annotated[str | None, unset(COMMON, "Leave the answer as JSON, for plan --disk.", "FILE")] = None
+    block: Annotated[str, option(MEASURE, "What one system call moves.")] = "4MiB"
+    depth: Annotated[int, option(MEASURE, "System calls at once.")] = 4
+    direct: Annotated[
+        bool, option(MEASURE, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")
+    ] = True
+    rounds: Annotated[int, option(MEASURE, "Runs of each pattern, in turn; the median counts.")] = 3
+    sharing: Annotated[int, option(RUN, "Ranks that use this disk at once.")] = 1
     as_json: AsJson = False
 
 
@@ -309,7 +309,7 @@ def io_bench(
 
       zeroshard io-bench /scratch --out disk.json
       zeroshard io-bench /scratch --params 7B --ranks 8 --tokens 16384
-      zeroshard plan --params 7B --ranks 8 --offload-optimizer nvme --disk disk.json
+      zeroshard plan --params 7B --offload-optimizer nvme --disk disk.json
 
     Reads, writes and both at once go through the engine's files, and through the same system calls without it. With
     --params it says how long a step's files take, the tokens/s that allows, and what would raise them. Without

@@ -8,7 +8,6 @@ import typer
 
 from zeroshard.cli.commands.options import (
     COMMON,
-    DATA,
     MODEL,
     RUN,
     Bits,
@@ -40,7 +39,7 @@ class Training:
     data: Annotated[
         list[str] | None,
         unset(
-            DATA,
+            COMMON,
             "UTF-8 text to train on: --data a.txt b.txt, or --data *.md. Without it: the Python files of this "
             "Python's own standard library.",
             "FILES...",
@@ -50,6 +49,7 @@ class Training:
     ranks: LocalRanks = None
     size: Annotated[Size, option(COMMON, "0.7 M, 11 M or 86 M parameters.")] = "tiny"
     steps: Annotated[int, option(COMMON, "Optimizer steps.")] = 1000
+    out: Out = "run/train"
     resume: Annotated[
         str,
         unset(
@@ -64,7 +64,6 @@ class Training:
     optimizer_over: Spread = "team"
     transport: Over = "auto"
     reduce: Sums = "ordered"
-    out: Out = "run/train"
     report: Annotated[bool, option(RUN, "Print the tables of bytes at the end.")] = False
     device: Where = "auto"
     save_every: Annotated[int, option(RUN, "Steps between two checkpoints; 0: only one, at the end.")] = 0
@@ -92,11 +91,11 @@ class Files:
 
 class Demo:
     steps: Steps = 60
-    ranks: Annotated[int, option(RUN, "Local processes to start.")] = 2
-    seed: Seed = 0
+    ranks: Annotated[int, option(COMMON, "Local processes to start.")] = 2
+    seed: Annotated[int, option(COMMON, "The seed of the weights and of the micro-batches.")] = 0
     out: Out = "run/demo"
     verbose: Annotated[
-        bool, option(RUN, "Every predicted byte beside what was held, and more samples.", "--verbose")
+        bool, option(COMMON, "Every predicted byte beside what was held, and more samples.", "--verbose")
     ] = False
 
 

@@ -288,7 +288,11 @@ VAGUE = ("What", "Of", "Where", "Which", "Who", "Whose", "As", "By", "Why", "How
 
 
 # Phrases that a reader stumbles over, in documents and docstrings: equal, the same, no rank, the program, ... say it.
-PHRASES = re.compile(r"\balike\b|\bother bits\b|\bwhat of\b|\b(nobody|somebody|whoever)\b|\bare of no\b", re.IGNORECASE)
+PHRASES = re.compile(
+    r"\balike\b(?!:|\.py)|\bother bits\b|\bwhat (of|came of)\b|\b(nobody|somebody|anybody|everybody|whoever)\b|\bare of no\b"
+    r"|\bof no step\b|\bwhose a\b|\bwho is at what\b|\bmend(ed)?\b|\b(is|are) no numbers?\b|\btwo models of one\b",
+    re.IGNORECASE,
+)
 
 
 def code(path: Path) -> dict[int, str]:

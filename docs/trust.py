@@ -1,4 +1,4 @@
-"""Write into docs/trust-table.md which tests prove each row: those marked `@pytest.mark.row(N)`. `make docs` runs it."""
+"""Write into docs/trust-table.md which tests prove each row, by `@pytest.mark.row(N)`. `make docs` runs it."""
 
 from __future__ import annotations
 

@@ -250,9 +250,9 @@ def judged(cases: list[dict]) -> tuple[str, str]:
     """What became of a case on all ranks: "the same bits", "... after a load", "named" or a violation; and in words."""
     words = json.dumps(cases, indent=1, default=str)
     if any(case.get("differs") for case in cases):
-        return "other bits", words
+        return "different bits", words
     if any(case.get("leaks") for case in cases):
-        return "other bytes held", words
+        return "different bytes held", words
     if any("ended" in case for case in cases):
         errors = [case["ended"][-1] for case in cases if "ended" in case]
         named = all(

@@ -113,7 +113,7 @@ def test_ranks_that_wait_for_each_other_are_found_and_explained():
     with pytest.raises(RankFailure) as found:
         run_in_world(3, waits_for_each_other)
     said = str(found.value)
-    assert "nobody could go on" in said
+    assert "no rank could go on" in said
     assert "rank 0 waits for all_reduce 1 of group" in said and "to which ranks [1] have not come" in said
     assert "rank 1 waits for all_reduce 1 of group 0, to which ranks [0, 2] have not come" in said
     assert "in waits_for_each_other" in said and "rank 2 has returned" in said
@@ -130,7 +130,7 @@ def leaves_one_alone():
 def test_a_rank_that_does_not_come_to_a_forward_is_named():
     with pytest.raises(RankFailure) as found:
         run_in_world(2, leaves_one_alone, group_timeout=100.0)
-    assert "nobody could go on: rank 0 waits" in str(found.value) and "in leaves_one_alone" in str(found.value)
+    assert "no rank could go on: rank 0 waits" in str(found.value) and "in leaves_one_alone" in str(found.value)
     assert "PeerError" in str(found.value) and "rank 1 did not come" in str(found.value)
 
 

@@ -348,7 +348,7 @@ TO_THE_DEVICE, TO_THE_HOST = "to the device", "to the host"  # streams of copies
 
 def sent(to: Tensor, values: Tensor) -> Event:
     """Copy between pinned memory of the host and the device, behind the program. Says when it is through: until then
-    nobody writes to either, or reads what is written."""
+    do not write to either, nor read what is written."""
     device = values.device if to.is_cpu else to.device
     with behind(TO_THE_HOST if to.is_cpu else TO_THE_DEVICE, device):
         to.copy_(values, non_blocking=streams(device))
@@ -356,7 +356,7 @@ def sent(to: Tensor, values: Tensor) -> Event:
 
 
 def given(values: Tensor, name: str) -> None:
-    """Let memory that nobody else has serve others once the stream of that name is through with it."""
+    """Let memory without another owner serve others once the stream of that name is through with it."""
     if streams(values.device):
         values.record_stream(_stream(name, values.device))
 

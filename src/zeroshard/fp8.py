@@ -7,7 +7,7 @@ The largest magnitude is taken now, of the masters themselves, and its maximum o
 power of two is exact as well, so a weight is rounded once, from fp32, to the nearest of 8 bits and ties to even; going
 over bfloat16 would round twice. Reading it back is exact but where a 16-bit dtype has no such small number.
 
-A scale is a byte, e + 127. Of a tile with a master that is no number, or infinite, it is 255: then all of that tile is
+A scale is a byte, e + 127. Of a tile with a NaN or infinite master it is 255: then all of that tile is
 read as NaN, since 8 bits know no infinity and would make the largest number of it. Of more magnitudes the scale is the
 largest of the scales, so ranks send each other bytes.
 

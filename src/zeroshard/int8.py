@@ -11,7 +11,7 @@ the bucket, the rank, the step or a generator's state; and a loss times a power 
 over u what arrives is what was sent, and a zero stays one.
 
 Of a block with NaN or infinities the others have a scale of their own; it is sent negative, and codes of -128 are read
-as NaN. So each owner sees where a gradient is no number, and an infinity arrives as NaN.
+as NaN. So each owner sees where a gradient is NaN, and an infinity arrives as NaN.
 """
 
 from __future__ import annotations

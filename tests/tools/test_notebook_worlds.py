@@ -131,7 +131,7 @@ def test_ranks_that_wait_for_each_other_are_named_at_once(program):
         zeroshard.world(2).run(program)
     said = "\n".join([str(found.value), *getattr(found.value, "__notes__", [])])
     if sys.version_info >= (3, 11):
-        assert "nobody could go on: rank 0 waits for" in said and f"in {program.__name__}" in said
+        assert "no rank could go on: rank 0 waits for" in said and f"in {program.__name__}" in said
 
 
 def waits_for_ever():

@@ -78,7 +78,9 @@ def run(
         task.error = None  # with its traceback, and all that the frames in it held
     made.close()
     failed = [rank for rank, each in enumerate(outcomes) if isinstance(each, failures.Raised)]
-    what = late or "; ".join(made.complaints) or (failed and schedule.stuck and f"nobody could go on: {schedule.stuck}")
+    what = (
+        late or "; ".join(made.complaints) or (failed and schedule.stuck and f"no rank could go on: {schedule.stuck}")
+    )
     hung = late or any(outcomes[rank].type == "Deadlock" for rank in failed)
     if hung or made.complaints or (failed and not expect_errors):
         where = (

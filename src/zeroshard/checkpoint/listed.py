@@ -123,8 +123,8 @@ def _kept(saved: Saved, name: str) -> list[str]:
 
 
 def _as_a_whole(saved: Saved, key: tuple[str, str]) -> Any:
-    """Return what experts must have alike in a state: its content if it is of a parameter as a whole, else dtype and
-    block size."""
+    """Return what must be equal among experts in a state: its content if it belongs to a whole parameter, else dtype
+    and block size."""
     if key in saved.cut:
         return str(saved.dtypes[key]), saved.grains.get(key, 1)
     if key in saved.values:

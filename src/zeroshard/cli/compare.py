@@ -360,7 +360,7 @@ def _owner(zero: zeroshard.Zero, name: str, element: int) -> int:
 
 
 def first_of(differences: list[Difference | None]) -> Difference | None:
-    """Find the earliest difference. Where all ranks' copies are wrong alike, name the element's owner as its rank."""
+    """Find the earliest difference. Where all ranks' copies differ equally, name the element's owner as its rank."""
     found = [difference for difference in differences if difference is not None]
     if not found:
         return None

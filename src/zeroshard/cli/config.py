@@ -21,7 +21,7 @@ from zeroshard.stage import STATES
 class InputError(UserError):
     """The command line or a file it names cannot be used; the message is one line, the exit code 2.
 
-    All ranks of a machine meet it alike, so the first of them speaks for the others.
+    All ranks of a machine meet it, so the first of them speaks for the others.
     """
 
 

@@ -28,7 +28,7 @@ Batch = TypeVar("Batch")
 
 
 class Alike:
-    """This rank's state that all ranks must share, and what of it was alike when they last met."""
+    """This rank's state that all ranks must share, and which of it was equal when they last met."""
 
     def __init__(self, model: nn.Module, managed: list[Managed], group: Group, layout: Layout) -> None:
         self.source = 0  # the rank whose buffers count

@@ -71,7 +71,7 @@ class Place:
 class Buffer:
     """The memory of one bucket on one rank.
 
-    It has more names than other classes: half of them are facts of one bucket that everybody asks for (dtypes, tiers,
+    It has more names than other classes: half of them are facts of one bucket that many files ask for (dtypes, tiers,
     which elements are whose), in a line each.
     """
 

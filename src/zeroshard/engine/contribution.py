@@ -52,7 +52,7 @@ class Division:
         self.sources = sources
 
     def forget(self, param: Any) -> None:
-        """Forget what came of a parameter's gradient in a backward that is over."""
+        """Forget a parameter's gradient in a backward that is over."""
 
     def parts(self, param: Any, grad: Tensor) -> Sequence[Tensor]:
         """Return each source's part of a parameter's gradient."""

@@ -159,8 +159,8 @@ class Split(Rest):
         return lower[first:last], ties[first // 8 : -(-last // 8)]
 
     def _split(self, first: int, master: Tensor, start: int, stop: int) -> None:
-        """Split elements from `first` on. Only those from `start` to `stop` changed: other bits of a shared byte
-        stay."""
+        """Split elements from `first` on. Only those from `start` to `stop` changed: the rest of a shared byte
+        stays."""
         before, after = (1 << start - first) - 1, 0xFF << (stop - first) % 8 & 0xFF if (stop - first) % 8 else 0
         with self.planes.here(changed=True):
             lower, ties = self._planes(first, first + master.numel())

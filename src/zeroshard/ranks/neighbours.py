@@ -191,7 +191,7 @@ def meet(
 ) -> tuple[Neighbours | None, str]:
     """Connect to `peers`; or return None and the reason why not, which all ranks hear: then none connects.
 
-    at: a name in the store that nobody has used yet. memory: tries whether there can be memory to share, and raises
+    at: a name in the store that has not been used yet. memory: tries whether there can be memory to share, and raises
     `OSError` where not. Waits for all ranks, `limit` seconds at most.
     """
     deadline = time.monotonic() + limit

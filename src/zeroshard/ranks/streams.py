@@ -6,7 +6,7 @@ then wait for its part. Its next verb calls all ranks to a *levelling*, beside t
 
     1  each posts how far it is in every stream, and what it has launched last
     2  once all have posted, each launches what any other has launched and it has not, with memory that stands in
-    3  each waits for all of that, and for all to be so far: a program that ends now leaves nobody waiting
+    3  each waits for all of that, and for all to be so far: a program that ends now leaves no rank waiting
     4  each forgets what it was in the middle of, and numbers its meetings as the furthest does
 
 A rank that waits then does nothing else, so nothing that stood in for data is ever used. Afterwards the ranks are at

@@ -1,7 +1,7 @@
 """The verbs by which ranks of a team move data: one-dimensional tensors, each rank's own part of a bucket.
 
     verb       moves                                             over torch.distributed (`process_team.py`)
-    gather     every rank's shard into everybody's full bucket   N broadcasts in place (gloo); all_gather_single (NCCL)
+    gather     every rank's shard into each full bucket          N broadcasts in place (gloo); all_gather_single (NCCL)
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
     share      each replica's part of a shard to the others      K broadcasts in place among those of one position
     relay      a shard's running sum to the next replica, and    broadcast between two ranks, and among those of one

@@ -177,7 +177,7 @@ def come_together(
 ) -> None:
     """Learn every rank's address. Raises `PeerError` if a rank has ended before it came, or cannot go on.
 
-    at: a name in the store that nobody has used yet. alike: what every rank must say alike. cut_off: has a connection
+    at: a name in the store that has not been used yet. alike: what every rank must say. cut_off: has a connection
     to any rank ended? One that died before it came has left nothing else to tell by.
     """
     keys, trouble = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble"

@@ -6,7 +6,7 @@ The files have no names: whatever ends a rank, kill -9 too, its room on the disk
 
 A file has `BUFFERS` page-aligned buffers, whatever the model's size. While bucket k is computed with, bucket k + 1 is
 on its way in and bucket k - 1 on its way out. Blocks go past the page cache (O_DIRECT) by `os.preadv` and `os.pwritev`
-on a few threads: the disk then moves bytes while Python holds its lock for nobody.
+on a few threads: the disk then moves bytes while Python's lock is free.
 
 Nothing that fails here is passed over: the error names rank and file, and from then on nothing is read, so that no
 stale state is ever used; `zero.load` starts afresh.
@@ -77,7 +77,7 @@ class NvmeTier(Tier):
         at_end_of(self, _end, os.getpid(), self.threads, at_exit=True)
 
     def quiesce(self) -> None:
-        """Wait for all transfers, also for one that an exception came before anybody took note of."""
+        """Wait for all transfers, also for one that an exception came before it was noted."""
         if self.threads is not None:
             self.threads.shutdown()
             self._start()
@@ -385,7 +385,7 @@ class FileRest(Rest):
             self._until(sent(to, tensor[start : start + to.numel()])).wait()
 
     def _until(self, through: Event) -> Event:
-        """The device copies from or to the buffer until then: whoever wants it waits, as for a read."""
+        """The device copies from or to the buffer until then: a user of it waits, as for a read."""
         if self.room is not None and self.file.tier.threads is not None and not through.is_completed():
             self.room.work.append(self.file.tier.threads.submit(through.finish))
         return through

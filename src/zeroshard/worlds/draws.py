@@ -1,4 +1,4 @@
-"""Choices of a seed, and a digest of what came of them. Without a seed nothing is drawn."""
+"""Choices of a seed, and a digest of them and their effects. Without a seed nothing is drawn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Odds:
     At each point at which a rank could hand on the baton
         hand_on: it does so though it need not. rush: the clock goes on to the end of the next wait though ranks could
         go on. collect: garbage is collected. end: the rank ends, as by kill -9. pause: it does nothing for one of
-        `pauses` virtual seconds, and answers nobody, or only its main thread does nothing.
+        `pauses` virtual seconds, and answers no question, or only its main thread does nothing.
     At each line of zeroshard's
         interrupt: `KeyboardInterrupt`. sweep: garbage is collected.
     inside: garbage is collected inside a copy of a container that `ranks/`, `engine/`, `tiers/` or `checkpoint/`
@@ -32,7 +32,7 @@ class Odds:
         disk.
 
     late: for how many points a message that could land stays away, one of these for each message; NEVER is until it is
-    waited for or nobody can go on. most: faults in all; collections are none.
+    waited for or no rank can go on. most: faults in all; collections are none.
     """
 
     hand_on: float = 0.1

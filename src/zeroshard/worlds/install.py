@@ -104,7 +104,7 @@ class _Thread:
 
 
 class _Idle:
-    """A thread that would wait for questions on a socket, where nobody asks."""
+    """A thread that would wait for questions on a socket, where no rank asks."""
 
     def start(self) -> None:
         pass

@@ -134,7 +134,7 @@ class World:
     def _fail(self, raised: list[Task], tasks: list[Task]) -> None:
         stuck, seed = self.schedule.stuck, self.schedule.draws.seed
         again = "" if seed is None else f"; zeroshard.world({self.size}, seed={seed}) draws this schedule again"
-        where = f"nobody could go on: {stuck}" if stuck else ""
+        where = f"no rank could go on: {stuck}" if stuck else ""
         if not raised:
             self.close(where)
             raise PeerError(where + again)

@@ -89,7 +89,7 @@ def _step(recording: dict[str, Any], units: Sequence[str]) -> None:
 
 
 def _peak(peak: Mapping[str, Any]) -> Iterable[str]:
-    """Yield lines on where the device held most, what of it is always there, and why the rest was."""
+    """Yield lines on where the device held most, which of it is always there, and why the rest was."""
     yield f"the device holds most {peak['where']}: {peak['total']:,} bytes"
     if peak["rests"]:
         yield f"  {sum(peak['rests'].values()):,} there all the time: {bytes_by_state(peak['rests'])}"

@@ -129,13 +129,72 @@ def speed(results: dict[str, Any], theme: str) -> str:
     return drawing(top + len(ratios) * line + 14, theme, "Speed beside DDP, FSDP2, DeepSpeed and fairscale", shapes)
 
 
+# A step at stage 3 of a model of three units, in the order that the engine keeps; lengths are chosen, not measured.
+LANES = ("gathers", "this rank computes", "sums of gradients", "whole weights here", "at rest, always")
+STEP = {
+    "gathers": [(0, 1, "A"), (1, 2, "B"), (2, 3, "C"), (4, 5, "C"), (5, 6, "B"), (7, 8, "A")],
+    "this rank computes": [
+        (1, 2, "A"), (2, 3, "B"), (3, 4, "C"), (5, 7, "C"), (7, 9, "B"), (9, 11, "A"), (12.2, 13.2, "update"),
+    ],
+    "sums of gradients": [(7, 8.2, "C"), (9, 10.2, "B"), (11, 12.2, "A")],
+    "at rest, always": [(0, 13.2, "this rank's shards: parameters, gradients, optimizer states")],
+}  # fmt: skip
+WHOLE = {"A": [(0, 2), (7, 11)], "B": [(1, 3), (5, 9)], "C": [(2, 4), (4, 7)]}
+
+
+def step(_: None, theme: str) -> str:
+    """Who computes, what is sent and which weights are whole, along one step."""
+    look, left, top, line = THEMES[theme], 150, 62, 40
+    unit = (WIDTH - left - 20) / 13.2
+    colours = dict(zip("ABC", STAGES[theme][1:], strict=True))
+    shapes = [
+        text(16, 26, "One step at stage 3: three units A, B and C of a model", look["ink"], 16, font_weight="600"),
+        text(16, 44, "each unit is whole only while it is needed; the next gather runs while this unit computes",
+             look["soft"]),
+    ]  # fmt: skip
+    height = top + len(LANES) * line + 40
+
+    def bar(lane: int, begin: float, end: float, words: str, down: float, high: float) -> None:
+        x, y = left + unit * begin, top + lane * line + down
+        colour = colours.get(words, look["peer"])
+        shapes.append(f"<rect x='{x + 1:.1f}' y='{y:.1f}' width='{unit * (end - begin) - 2:.1f}' height='{high:.1f}' "
+                      f"rx='3' fill='{colour}'/>")  # fmt: skip
+        if high > 12:
+            middle = x + unit * (end - begin) / 2
+            shapes.append(
+                text(
+                    middle,
+                    y + 18,
+                    words,
+                    look["paper" if words in colours else "ink"],
+                    12,
+                    text_anchor="middle",
+                    font_weight="600",
+                )
+            )
+
+    for begin, end, words in ((1, 4, "forward"), (5, 11, "backward"), (12.2, 13.2, "optimizer")):
+        shapes.append(text(left + unit * (begin + end) / 2, height - 14, words, look["soft"], 13, text_anchor="middle"))
+        for at in (begin, end):
+            x = left + unit * at
+            shapes.append(f"<path d='M{x:.1f} {top}V{height - 34}' stroke='{look['line']}' stroke-dasharray='3 4'/>")
+    for lane, name in enumerate(LANES):
+        shapes.append(text(left - 12, top + lane * line + 22, name, look["ink"], 13, text_anchor="end"))
+        for begin, end, words in STEP.get(name, []):
+            bar(lane, begin, end, words, 4, 27)
+    for number, (unit_name, spans) in enumerate(WHOLE.items()):
+        for begin, end in spans:
+            bar(3, begin, end, unit_name, 4 + 10 * number, 7)
+    return drawing(height, theme, "One training step at stage 3 in time", shapes)
+
+
 def pictures() -> dict[str, str]:
     """{file name: content} of all of them."""
     measured, results = (json.loads(path.read_text()) for path in (MEASURED, RESULTS))
     return {
         f"{name}-{theme}.svg": draw(numbers, theme)
         for theme in THEMES
-        for name, draw, numbers in (("memory", memory, measured), ("speed", speed, results))
+        for name, draw, numbers in (("memory", memory, measured), ("speed", speed, results), ("step", step, None))
     }
 
 

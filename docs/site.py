@@ -21,6 +21,7 @@ LOADED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\ssrc(?:set)?=[\"']?(?:https?:)?//[^>]*>"
     r"|<link\b[^>]*href=[\"']?(?:https?:)?//[^>]*>"
 )
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # of decisions: a search finds the pages that users need
 IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?(?:https?:)?//[^)\"']*")
 
 
@@ -55,7 +56,8 @@ def gathered(folder: Path) -> None:
     """Put all that the site shows into a folder."""
     shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "shapes"))
     for page in DOCS.rglob("*.md"):
-        (folder / page.relative_to(DOCS)).write_text(rewritten(page, folder))
+        copy = page.relative_to(DOCS)
+        (folder / copy).write_text((UNSEARCHED if copy.parts[0] == "decisions" else "") + rewritten(page, folder))
 
 
 def from_elsewhere(site: Path) -> list[str]:

@@ -80,7 +80,9 @@ def test_pictures_are_drawn_from_their_numbers(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")
     drawn = importlib.import_module("pictures").pictures()
     assert {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")} == drawn
-    assert sorted(drawn) == ["memory-dark.svg", "memory-light.svg", "speed-dark.svg", "speed-light.svg"]
+    assert sorted(drawn) == [
+        f"{name}-{theme}.svg" for name in ("memory", "speed", "step") for theme in ("dark", "light")
+    ]
     assert all("http" not in content.replace("http://www.w3.org/2000/svg", "") for content in drawn.values())
 
 
@@ -197,6 +199,9 @@ def test_the_site_is_built_from_these_pages(tmp_path):
     assert "The dtype of each state." in api and 'id="zeroshard.Zero.save"' in api
     assert (tmp_path / "site" / "source" / "examples" / "job.py.txt").exists()
     assert (tmp_path / "site" / "zero.html").exists()
+    assert not [path for path in (tmp_path / "site").rglob("*") if path.name == "__pycache__" or path.suffix == ".pyc"]
+    found = {item["location"] for item in json.loads((tmp_path / "site" / "search.json").read_text())["items"]}
+    assert "guide.html" in found and not [page for page in found if page.startswith("decisions/")]
 
 
 def test_the_site_refuses_what_is_loaded_from_elsewhere(tmp_path, monkeypatch):

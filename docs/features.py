@@ -413,7 +413,8 @@ def risen() -> list[str]:
                 said.append(f"{name}: {now} {what.replace('_', ' ')}, {limit} allowed: {see}")
     for name, now in meters.items():
         if now > most.get(name, 0):
-            said.append(f"{name}: {now:,}, {most.get(name, 0):,} allowed in {page}")
+            listed = f": python docs/features.py --{name}" if name in {"docstrings", "phrases"} else ""
+            said.append(f"{name}: {now:,}, {most.get(name, 0):,} allowed in {page}{listed}")
     return sorted(said)
 
 

@@ -96,7 +96,8 @@ def code(path):
 def test_the_reading_order_names_every_file_of_the_core():
     rooms = [PACKAGE, *(PACKAGE / room for room in TREE.rooms())]
     files = [path for room in rooms for path in room.glob("*.py") if path.name not in NOT_LAYERS]
-    assert sorted(str(path.relative_to(PACKAGE)) for path in files) == sorted(ORDER)
+    order = "add the file to ORDER in docs/tree.py, below all that it imports, then: python docs/tree.py"
+    assert sorted(str(path.relative_to(PACKAGE)) for path in files) == sorted(ORDER), order
 
 
 @pytest.mark.parametrize("page", ["architecture", "architecture's features", "CONTRIBUTING", "guide"])
@@ -108,7 +109,8 @@ def test_lists_in_documents_are_what_the_code_says(page):
         "CONTRIBUTING": (TREE.CONTRIBUTING, TREE.every_room()),
         "guide": (TREE.GUIDE, TREE.every_refusal()),
     }[page]
-    assert path.read_text() == TREE.written(path, content, TREE.FEATURES * page.endswith("features"))
+    written = TREE.written(path, content, TREE.FEATURES * page.endswith("features"))
+    assert path.read_text() == written, "python docs/tree.py writes it"
 
 
 @pytest.mark.parametrize("name", ORDER)
@@ -118,13 +120,15 @@ def test_a_layer_imports_only_what_stands_above_it(name):
     above = {*ORDER[: ORDER.index(name)]}
     below = {module for module in ours if module_file(module) not in above}
     allowed = OUTSIDE if name == "api.py" else set()
-    assert {module for module in below if module.split(".")[1] not in allowed} == set()
+    wrong = {module for module in below if module.split(".")[1] not in allowed}
+    assert wrong == set(), f"move what {name} needs into a file above it, or {name} below them in docs/tree.py's ORDER"
 
 
 def test_no_file_of_the_core_imports_a_feature_that_can_be_taken_out():
     """But for the table of them, which loads what is there: tests/test_rings.py builds the package without each."""
     taken = {f"zeroshard.{name}": f"{name.replace('.', '/')}.py" for name in features.FILES}
-    assert [(name, module) for name in ORDER for module in imported(PACKAGE / name) if module in taken] == []
+    found = [(name, module) for name in ORDER for module in imported(PACKAGE / name) if module in taken]
+    assert found == [], "ask the feature by a hook of its manifest instead: src/zeroshard/features.py"
     assert set(taken.values()) <= set(ORDER)
 
 
@@ -196,7 +200,8 @@ def test_one_module_knows_accelerators():
     """Nothing else of what computes and moves waits for a device's numbers, or knows a kind of device."""
     names = [name for name in ORDER if name.startswith(("engine/", "ranks/", "tiers/")) or name in COMPUTES]
     found = {name: [*waits(code(PACKAGE / name)[1], control=name.startswith("ranks/"))] for name in names}
-    assert {name: where for name, where in found.items() if where} == {}
+    wrong = {name: where for name, where in found.items() if where}
+    assert wrong == {}, "ask in device.py, or by ask(...), which waits once for all ranks' sake"
 
 
 @pytest.mark.parametrize(
@@ -298,7 +303,8 @@ def test_layout_is_pure():
 
 def test_no_feature_is_named_in_more_places():
     """Nor has what a newcomer reads first more lines, or the package more vague docstrings: docs/decisions/meters.md."""
-    assert FEATURES.risen() == []
+    what = "name the feature in its own file only, or raise the number in docs/decisions/meters.md and say why"
+    assert FEATURES.risen() == [], what
 
 
 def test_what_rises_is_said(monkeypatch):
@@ -327,12 +333,13 @@ def test_no_function_is_long():
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef) and len(lines & {*range(node.lineno, node.end_lineno + 1)}) > 60
     }
-    assert long == LONG
+    assert long == LONG, "cut the function into steps with names"
 
 
 def test_public_names():
     """What users may rely on grows only with a decision note."""
-    assert sorted(zeroshard.__all__) == PUBLIC == sorted(dir(zeroshard))
+    how = "a new public name goes into PUBLIC here, with a note in docs/decisions/ that says why"
+    assert sorted(zeroshard.__all__) == PUBLIC == sorted(dir(zeroshard)), how
     assert all(getattr(zeroshard, name).__name__ == name for name in PUBLIC)
 
 
@@ -356,7 +363,7 @@ def test_a_stage_is_data():
     for name in {name for name in ORDER if not name.startswith("checkpoint/")} - speakers:
         nodes = ast.walk(ast.parse((PACKAGE / name).read_text()))
         names = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg")}
-        assert "stage" not in names, name
+        assert "stage" not in names, f"{name}: ask the placement (resting.py, stage.py), not the stage"
 
 
 def test_nothing_is_left_unfinished_and_no_path_is_one_machines():
@@ -371,7 +378,7 @@ def test_nothing_is_left_unfinished_and_no_path_is_one_machines():
             and "__pycache__" not in path.parts
             and not any(part.endswith("_cache") for part in path.parts)
         ):
-            assert unfinished.findall(path.read_text()) == [], path
+            assert unfinished.findall(path.read_text()) == [], f"{path}: finish it, or write what is refused and why"
 
 
 def built(kind, folder):

@@ -185,6 +185,7 @@ FEATURES = {
         ("batches.py",),
     ),
     "recompute": Feature(r"recompute", ("engine/recompute.py",)),
+    "replay": Feature(r"\breplay\(|\bReplay\b|Corruption", ("replay.py",)),
     "first value that is no number": Feature(
         r"self\.finite|finite\.|\bFinite\b|nonfinite|Nonfinite|Finding\b|\.skipped\b|judge\(",
         ("engine/finite.py",),
@@ -230,6 +231,7 @@ FEATURES = {
             "ranks/neighbours.py",
             "ranks/shared_memory.py",
             "batches.py",
+            "replay.py",
         ),
     ),
     "torch.func": Feature(

@@ -39,7 +39,7 @@ ORDER = (
     "checkpoint/dtypes.py", "checkpoint/files.py",
     "checkpoint/parts.py", "checkpoint/manifest.py", "checkpoint/listed.py", "checkpoint/content.py",
     "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/on_signal.py", "checkpoint/loading.py",
-    "batches.py", "sharded.py", "api.py",
+    "batches.py", "replay.py", "sharded.py", "api.py",
 )  # fmt: skip
 AROUND = (
     "planner",

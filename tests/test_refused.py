@@ -46,6 +46,9 @@ CASES = {
     ("optimizer_in_backward=True", 'Offload(parameters="shared")'): ({"in_backward": True}, ONCE),
     ("optimizer_in_backward=True", "accumulate={accumulate}"): ({"in_backward": True}, {"accumulate": 4}),
     ("optimizer_in_backward=True", "no_sync=True"): ({"in_backward": True}, {"no_sync": True}),
+    ("zero.replay(...)", "optimizer_in_backward=True"): ({"replay": True}, {"in_backward": True}),
+    ("zero.replay(...)", "Layout(along=...)"): ({"replay": True}, {"layout": Layout(along={"*.experts.*": "edp"})}),
+    ("zero.replay(...)", "tensor parallelism"): ({"replay": True}, {"tensor_parallel": True}),
 }
 
 

@@ -54,7 +54,12 @@ def built_without(name, folder):
 
 
 def test_every_feature_that_settings_can_ask_for_has_a_program_here():
-    assert {name for name, (words, _) in features.FILES.items() if words} == {*ASKS, "engine.moving", "batches"}
+    assert {name for name, (words, _) in features.FILES.items() if words} == {
+        *ASKS,
+        "engine.moving",
+        "batches",
+        "replay",
+    }
 
 
 @pytest.mark.parametrize(
@@ -106,13 +111,15 @@ def test_the_tests_of_the_rest_pass_without_a_feature(name, tmp_path):
 
 
 @pytest.mark.full
-def test_a_build_without_the_moving_average_refuses_the_call(tmp_path):
-    program = "import torch, zeroshard; zeroshard.shard(torch.nn.Linear(4, 4), None, stage=2).average(0.9)"
-    env = built_without("engine.moving", tmp_path)
+@pytest.mark.parametrize(("name", "call"), [("engine.moving", "average(0.9)"), ("replay", "replay(print)")])
+def test_a_build_without_a_feature_refuses_its_call(name, call, tmp_path):
+    program = f"import torch, zeroshard; zeroshard.shard(torch.nn.Linear(4, 4), None, stage=2).{call}"
+    env = built_without(name, tmp_path)
     told = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
     )
-    assert "expected: zeroshard/engine/moving.py" in told.stderr and "zero.average(...)" in told.stderr
+    file, verb = name.replace(".", "/"), call.partition("(")[0]
+    assert f"expected: zeroshard/{file}.py" in told.stderr and f"zero.{verb}(...)" in told.stderr
 
 
 def test_manifests_name_themselves_and_a_page():

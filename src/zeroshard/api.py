@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .engine.moving import MovingAverage
     from .explain.document import Page
     from .integrations.streaming import WeightStream
+    from .replay import Replay
 
 log = logging.getLogger("zeroshard")
 Batch = TypeVar("Batch")
@@ -282,6 +283,26 @@ class Zero:
         if average is None:
             raise absent("engine.moving")
         return cast("MovingAverage", average)
+
+    def replay(self, work: Callable[..., Any], *, every: int = 1000) -> Replay:
+        """Compute one micro-batch in `every` on another rank too, and name the rank whose bits differ from others'.
+
+            step = zero.replay(forward_backward, every=1000)
+            for batch in loader: loss = step(batch); then clip, step and zero_grad as always.
+
+        work: computes forward and backward of one micro-batch, from its arguments, the model and random numbers alone:
+            what differs between ranks besides, such as `zero.rank`, must not come into it. Its arguments travel: dicts,
+            lists and tuples of tensors, numbers and text.
+        every: the first call is replayed, and each so many after it, on all ranks. A replay costs a forward and a
+            backward; nothing of it stays: the run has the same bits with it and without it.
+
+        Returns a function that calls `work` and returns what it does, or raises `CorruptionError` on every rank: from
+        three ranks on it names the one. Every rank makes the same calls.
+        """
+        made = first("replay", self._engine, work, every)
+        if made is None:
+            raise absent("replay")
+        return cast("Replay", made)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

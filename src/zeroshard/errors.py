@@ -7,6 +7,7 @@
     ├── TierError      (also RuntimeError)  a state's file cannot be made, read or written
     ├── CheckpointError (also RuntimeError) files that cannot be written, are damaged, or do not fit this model
     ├── NotFiniteError (also ArithmeticError) a gradient or parameter is NaN or infinite
+    ├── CorruptionError (also RuntimeError) a rank computes wrongly, and no error says so
     └── PeerError      (also RuntimeError)  the ranks disagree, or one of them is gone
 
 Every one of them says what failed, where, what was expected, what was found, and what to write instead.
@@ -17,7 +18,8 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class Error(Exception):
@@ -60,6 +62,16 @@ class CheckpointError(Error, RuntimeError):
 
 class NotFiniteError(Error, ArithmeticError):
     """A gradient or a parameter is NaN or infinite, and `Precision(nonfinite="raise")` asked to hear of it."""
+
+
+class CorruptionError(Error, RuntimeError):
+    """Ranks got different bits of one micro-batch (`zero.replay`): silent data corruption.
+
+    found: one `replay.Corruption` for each micro-batch and rank, the same on all ranks.
+    """
+
+    agreed = True
+    found: Sequence[Any] = ()
 
 
 class PeerError(Error, RuntimeError):

@@ -17,6 +17,7 @@
     backward   subscriber   one that hears of each bucket's sum, of steps, checkpoints and loads
     Zero       average, met zero.average(), and what ranks compare of it
                batches      zero.batches()
+               replay       zero.replay()
 
 No file of the core imports a feature's. Without that file all else works, and what asks for it is refused by name.
 """
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .numerics import Precision
     from .ranks.agreement import Group
     from .ranks.transport import Team, Work
+    from .replay import Replay
     from .tiers.tier import Tier
 
 # By file, how a program asks for it: words, and a question about settings.
@@ -72,6 +74,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
     "engine.moving": ("zero.average(...)", lambda s: False),
     "batches": ("zero.batches(...)", lambda s: False),
+    "replay": ("zero.replay(...)", lambda s: False),
     "engine.in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
 }
 
@@ -110,6 +113,9 @@ class Feature:
 
     def batches(self, engine: Any, dataset: Any, settings: dict[str, Any], loader: dict[str, Any]) -> Batches | None:
         """Make the batches of an engine's run. loader: arguments of torch's `DataLoader`."""
+
+    def replay(self, engine: Any, work: Callable[..., Any], every: int) -> Replay | None:
+        """Make a function of an engine's micro-batches, of whose calls one in `every` is computed on two ranks."""
 
     def met(self, what: str, marks: Sequence[int]) -> None:
         """Look at all ranks' `Subscriber.mark` as they meet for a checkpoint. Raises on every rank."""

@@ -42,6 +42,8 @@ class Settings(NamedTuple):
     files: bool = False  # do states rest in files?
     accumulate: int = 1  # backwards per step, as plans ask
     no_sync: bool = False
+    replay: bool = False
+    tensor_parallel: bool = False
 
     @property
     def spread(self) -> bool:
@@ -219,6 +221,24 @@ REFUSALS = (
         ("optimizer_in_backward=True", "no_sync=True"),
         lambda s: s.in_backward and s.no_sync,
         IN_BACKWARD,
+        "one of the two",
+    ),
+    Refusal(
+        ("zero.replay(...)", "optimizer_in_backward=True"),
+        lambda s: s.replay and s.in_backward,
+        "a micro-batch is computed again with the weights that it was computed with, and they are updated in backward",
+        "one of the two",
+    ),
+    Refusal(
+        ("zero.replay(...)", "Layout(along=...)"),
+        lambda s: s.replay and s.along,
+        "other ranks have other rows of these parameters, and cannot compute a rank's micro-batch by themselves",
+        "one of the two",
+    ),
+    Refusal(
+        ("zero.replay(...)", "tensor parallelism"),
+        lambda s: s.replay and s.tensor_parallel,
+        "ranks that share one micro-batch cannot compute another's by themselves",
         "one of the two",
     ),
 )

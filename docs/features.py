@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
 METERS = ROOT / "docs" / "decisions" / "meters.md"
 AROUND = ("planner", "explain", "integrations", "cli")  # every other file of the package is the core's
-APART = "worlds/", "runlog/"  # know no feature, one under torch.distributed: their words mean other things
+APART = "worlds/", "runlog/", "testing/"  # know no feature, one under torch.distributed: their words mean other things
 # Of what goes together, what rests where, the commands' options, what a codec does, where features hook in: none counts.
 TABLES = "engine/refused.py", "resting.py", "planner/options.py", "engine/codec.py", "features.py"
 

@@ -48,6 +48,7 @@ AROUND = (
     "cli",
     "worlds",
     "runlog",
+    "testing",
 )  # rooms that use the core; nothing in it uses them
 OUTSIDE = {
     "web": "The page's source, in Svelte; `make web` builds it into the package.",

@@ -23,7 +23,7 @@ from zeroshard.ranks import comm
 
 comm.AUTO = "gloo"  # in worker.py too: a test that does not say how ranks exchange is one of messages
 
-pytest_plugins = ["seconds"]
+pytest_plugins = ["seconds", "zeroshard.testing.plugin"]
 INSTEAD = pytest.StashKey()  # what runs ranks in place of processes, with --worlds
 TEST_TIMEOUT = 300  # seconds; a run on ranks has its own, shorter one
 LONGEST = {  # the longest files start first, or one of xdist's workers ends alone with one of them

@@ -169,5 +169,5 @@ def without(where, stage):
 @pytest.mark.parametrize("where", ["again", "end"])
 def test_each_wait_for_the_stream_of_sums_is_needed(where):
     """The race detector finds what would be used, or freed, too early."""
-    with pytest.raises(ranks.failures.RankFailure, match="Race: (nothing orders two uses of bytes|memory is freed)"):
+    with pytest.raises(ranks.RankFailure, match="Race: (nothing orders two uses of bytes|memory is freed)"):
         emulated.run(2, without, where, 3)

@@ -17,6 +17,7 @@ import numpy
 import pytest
 
 import zeroshard
+import zeroshard.testing
 from zeroshard import features
 
 pytestmark = pytest.mark.full  # `make check` runs them all
@@ -38,6 +39,7 @@ PUBLIC = [
     "shard",
     "world",
 ]
+TESTING = ["RankFailure"]  # of zeroshard.testing
 NOT_LAYERS = {"__init__.py", "__main__.py"}
 OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import
 
@@ -341,9 +343,14 @@ def test_public_names():
     how = "a new public name goes into PUBLIC here, with a note in docs/decisions/ that says why"
     assert sorted(zeroshard.__all__) == PUBLIC == sorted(dir(zeroshard)), how
     assert all(getattr(zeroshard, name).__name__ == name for name in PUBLIC)
+    assert sorted(zeroshard.testing.__all__) == TESTING == sorted(dir(zeroshard.testing))
+    assert all(getattr(zeroshard.testing, name).__name__ == name for name in TESTING)
 
 
-@pytest.mark.parametrize("module", ["zeroshard", "zeroshard.layout", "zeroshard.planner.plan", "zeroshard.cli.main"])
+@pytest.mark.parametrize(
+    "module",
+    ["zeroshard", "zeroshard.layout", "zeroshard.planner.plan", "zeroshard.cli.main", "zeroshard.testing.plugin"],
+)
 def test_importing_does_not_load_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

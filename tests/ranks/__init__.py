@@ -21,8 +21,7 @@ run reuses them, whatever its world size. A run that fails in any way costs its 
 anew, so nothing of a broken run can leak into the next test. The nursery ends when its socket to pytest does (however
 pytest ended) and kills its workers by pid; each worker also asks the kernel to die with the nursery.
 
-    failures    what a rank that failed looks like from the test
-    pool        in pytest's process: `run`, `command`, and who is alive
+    pool        in pytest's process: `run`, `command`, and who is alive; failures are those of `zeroshard.testing`
     nursery     forks and reaps
     worker      a rank: takes a call, answers it, and forgets what the call left behind
 
@@ -31,7 +30,8 @@ after a failure (4 s each); one process group kept per world size (a test's subg
 some twenty milliseconds).
 """
 
-from .failures import Raised, RankFailure
+from zeroshard.testing.failures import Raised, RankFailure
+
 from .pool import GROUP_TIMEOUT, RUN_TIMEOUT, alive, command, pids, run, shutdown, until
 from .worker import rank, reset_global_state, world
 

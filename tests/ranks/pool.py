@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .failures import Raised, RankFailure
+from zeroshard.testing.failures import Raised, RankFailure
 
 GROUP_TIMEOUT = 20.0  # seconds a collective waits for its peers
 RUN_TIMEOUT = 60.0  # seconds before a run counts as hung

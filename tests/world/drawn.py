@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 import interrupts
-from ranks.failures import Raised, RankFailure
+from zeroshard.testing.failures import Raised, RankFailure
 from zeroshard.worlds.draws import Odds
 
 from .running import Ran, run

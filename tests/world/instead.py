@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from ranks.failures import Raised
+from zeroshard.testing.failures import Raised
 
 from .running import run
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ranks import failures, worker
+from ranks import worker
+from zeroshard.testing import failures
 from zeroshard.worlds.draws import Draws, Odds
 from zeroshard.worlds.rank import GONE, Rank
 from zeroshard.worlds.schedule import Task, Unwind

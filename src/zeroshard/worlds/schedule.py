@@ -248,6 +248,12 @@ class Schedule:
     def words(self) -> str:
         return "; ".join(task.doing() for task in self.tasks if task.main or not task.done)
 
+    def stacks(self) -> dict[str, str]:
+        """Return the stacks of threads that have not ended, by their names, as tracebacks print them."""
+        frames = sys._current_frames()
+        left = [(task.name, frames.get(task.thread.ident or 0)) for task in self.tasks if not task.done]
+        return {name: "".join(traceback.format_stack(frame)) for name, frame in left if frame is not None}
+
     # --- who goes on --------------------------------------------------------------------------------------------------
 
     def _hand_on(self, me: Task) -> None:

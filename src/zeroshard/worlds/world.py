@@ -158,13 +158,15 @@ class World:
         call: Callable[[Rank], Any],
         *,
         timeout: float = math.inf,
+        busy: float = BUSY,
         also: Callable[[Draws], AbstractContextManager[None]] = lambda draws: contextlib.nullcontext(),
     ) -> list[Task]:
         """Call it on each rank until all have ended, or none can go on. Returns each rank's main thread.
 
-        timeout: seconds of the processor, after which `late` says why the run was ended. also: what else is installed.
+        timeout: seconds of the processor, after which `late` says why the run was ended, and `stacks` where each rank
+        was. busy: so many times as long may pass. also: what else is installed.
         """
-        schedule, self.late = self.schedule, ""
+        schedule, self.late, self.stacks = self.schedule, "", dict[str, str]()
         schedule.begin()
         with installed(), also(schedule.draws), self._restoring():
             for rank in self.ranks:
@@ -174,8 +176,9 @@ class World:
             try:
                 worked, begun = time.process_time(), time.monotonic()
                 while not schedule.ended.wait(0.5):  # the machine may be busy with something else
-                    if time.process_time() - worked > timeout or time.monotonic() - begun > BUSY * timeout:
+                    if time.process_time() - worked > timeout or time.monotonic() - begun > busy * timeout:
                         self.late = f"no end within {timeout:g} s: {schedule.words()}"
+                        self.stacks = schedule.stacks()
                         break
             finally:
                 if not schedule.ended.is_set():

@@ -1,4 +1,4 @@
-"""How a run on ranks fails, as the test sees it."""
+"""The failure of a run on ranks, as the test sees it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Raised(NamedTuple):
-    """How one rank failed. `type` is the exception's class name, or Died (the process ended) or Hung (it never did)."""
+    """One rank's failure. `type` is the exception's class name, or Died (the process ended) or Hung (it never did)."""
 
     type: str
     message: str

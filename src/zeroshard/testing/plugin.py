@@ -1,0 +1,105 @@
+"""pytest's hooks: `@pytest.mark.ranks(2, 3)` runs a test's body on each rank, once for each number of ranks.
+
+pytest loads this file in every project of an environment that has zeroshard, so it imports torch with the first test
+that runs on ranks, and adds nothing to any other test.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import Any
+
+import pytest
+
+from ..errors import UserError
+from .asked import Asked, asked, check_function, sizes
+
+SIZE = "_ranks"  # the parameter of a test that is its number of ranks
+SEEDS = 1 << 32
+FRESH = "fresh"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--ranks-seed`."""
+    group = parser.getgroup("zeroshard", "tests on ranks")
+    group.addoption(
+        "--ranks-seed",
+        metavar="SEED",
+        help="the seed that draws the schedule of tests on ranks, such as one that a failure names; "
+        "fresh: another one for each test. Otherwise each test has a seed of its own, the same in every run",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tell of the mark, and check the options."""
+    config.addinivalue_line(
+        "markers",
+        "ranks(*numbers, seed=None, timeout=60, group=True): run the test's body on each rank, "
+        "once for each number of ranks (zeroshard.testing)",
+    )
+    seed = config.getoption("--ranks-seed")
+    if seed is not None and seed != FRESH and not (seed.isascii() and seed.isdigit()):
+        raise pytest.UsageError(f"--ranks-seed={seed}: expected an integer of at least 0, or {FRESH}")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of each number of ranks, and refuse what cannot run on ranks before anything runs."""
+    mark = metafunc.definition.get_closest_marker("ranks")
+    if mark is None:
+        return
+    try:
+        numbers = sizes(mark.args)
+        asked(mark.kwargs)
+        check_function(metafunc.function, _arguments(metafunc.definition))
+    except UserError as error:
+        pytest.fail(f"{metafunc.definition.nodeid}: {error}", pytrace=False)
+    metafunc.fixturenames.append(SIZE)
+    metafunc.parametrize(SIZE, numbers, ids=[f"ranks{number}" for number in numbers])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a marked test's body on its ranks."""
+    __tracebackhide__ = True
+    mark = pyfuncitem.get_closest_marker("ranks")
+    if mark is None:
+        return None
+    from . import threads
+
+    options = asked(mark.kwargs)
+    arguments = {name: pyfuncitem.funcargs[name] for name in _arguments(pyfuncitem)}
+    number: Any = pyfuncitem.callspec.params[SIZE]
+    debugs = bool(pyfuncitem.config.getoption("usepdb", False) or pyfuncitem.config.getoption("trace", False))
+    try:
+        ran = threads.run(
+            number,
+            pyfuncitem.obj,
+            arguments,
+            options,
+            seed=_seed(pyfuncitem, options),
+            debugs=debugs,
+        )
+    except UserError as error:
+        pytest.fail(str(error), pytrace=False)
+    pyfuncitem.add_report_section("call", "ranks", ran.says)
+    if ran.error is not None:
+        raise ran.error
+    return True
+
+
+def _arguments(function: Any) -> tuple[str, ...]:
+    """Return the names of what pytest passes to a test's function."""
+    names: tuple[str, ...] = function._fixtureinfo.argnames
+    return names
+
+
+def _seed(item: pytest.Function, options: Asked) -> int:
+    said = item.config.getoption("--ranks-seed")
+    if said == FRESH:
+        return random.SystemRandom().randrange(SEEDS)
+    if said is not None:
+        return int(said)
+    if options.seed is not None:
+        return options.seed
+    return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:4], "little")

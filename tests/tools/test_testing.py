@@ -1,0 +1,299 @@
+"""`zeroshard.testing`: its mark and its options, as a project's own pytest sees them. One run of pytest shows most of it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+PLUGIN = "zeroshard.testing.plugin"
+WRITES = """
+import json
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" or report.outcome != "passed":
+        row = {"name": report.nodeid.partition("::")[2], "outcome": report.outcome, "says": report.longreprtext}
+        with open("reports.jsonl", "a") as file:
+            file.write(json.dumps(row | {"sections": dict(report.sections)}) + "\\n")
+"""
+
+
+def run(folder, text, *options):
+    """What a project's pytest printed, its exit code, and by test what it reported."""
+    (folder / "test_it.py").write_text(dedent(text))
+    (folder / "conftest.py").write_text(WRITES)
+    (folder / "reports.jsonl").unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", "--rootdir=.", *options]
+    environment = {**os.environ, "PYTEST_ADDOPTS": ""}
+    ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    reports = folder / "reports.jsonl"
+    rows = [json.loads(line) for line in reports.read_text().splitlines()] if reports.exists() else []
+    return ran, {row["name"]: row for row in rows}
+
+
+BODIES = """
+import os
+import random
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+FILTERS = pytest.mark.filterwarnings("error:loud")
+
+
+@pytest.mark.ranks(1, 2, 3)
+@pytest.mark.parametrize("value", [2.0, 5.0])
+def test_sum(value, tmp_path):
+    total = torch.full((3,), value)
+    dist.all_reduce(total)
+    assert total.tolist() == [value * dist.get_world_size()] * 3
+    assert os.environ["WORLD_SIZE"] == str(dist.get_world_size()) and os.environ["RANK"] == str(dist.get_rank())
+    (tmp_path / f"{dist.get_rank()} of {dist.get_world_size()}").touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == dist.get_world_size()  # one folder for all ranks
+
+
+@pytest.mark.ranks(3)
+def test_one_rank_fails():
+    print("hello from", dist.get_rank())
+    if dist.get_rank() == 1:
+        left, right = 6, 7
+        assert left * right == 43
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=1)
+def test_a_rank_hangs():
+    def spins():
+        while dist.get_rank() == 1:
+            sum(range(1000))
+
+    spins()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_wait_for_each_other():
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+@pytest.mark.ranks(2)
+def test_random_numbers_are_those_of_a_fresh_process():
+    assert random.random() == random.Random(0).random()
+    assert torch.rand(3).equal(torch.rand(3, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.ranks(2, group=False)
+def test_makes_its_group_itself():
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    assert dist.get_world_size() == 2
+
+
+@FILTERS
+@pytest.mark.ranks(2)
+def test_a_warning_is_an_error_on_ranks_too():
+    warnings.warn("loud")
+
+
+@pytest.mark.ranks(2)
+def test_all_skip():
+    pytest.skip("not today")
+
+
+@pytest.mark.ranks(2)
+def test_one_skips():
+    if dist.get_rank() == 0:
+        pytest.skip("not today")
+
+
+@pytest.fixture
+def model():
+    return torch.nn.Linear(2, 2)
+
+
+@pytest.fixture
+def make():
+    return torch.nn.Linear
+
+
+@pytest.mark.ranks(2)
+def test_of_one_model(model):
+    pass
+
+
+@pytest.mark.ranks(2)
+def test_of_a_function_that_makes_it(make):
+    assert make(2, 3).weight.shape == (3, 2)
+
+
+@pytest.mark.ranks(2)
+class TestOfAClass:
+    def test_of_it(self):
+        assert dist.get_world_size() == 2
+
+
+@pytest.mark.ranks(2, seed=7)
+def test_reads_early():
+    total = torch.ones(1)
+    work = dist.all_reduce(total, async_op=True)
+    early = total.item()
+    work.wait()
+    print("early", early)
+
+
+def test_without_ranks():
+    assert not dist.is_initialized()
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("project"), BODIES)[1]
+
+
+PASSING = [
+    *(f"test_sum[ranks{ranks}-{value}]" for ranks in (1, 2, 3) for value in (2.0, 5.0)),
+    "test_random_numbers_are_those_of_a_fresh_process[ranks2]",
+    "test_makes_its_group_itself[ranks2]",
+    "test_of_a_function_that_makes_it[ranks2]",
+    "TestOfAClass::test_of_it[ranks2]",
+    "test_reads_early[ranks2]",
+    "test_without_ranks",
+]
+
+
+def test_a_body_runs_on_each_rank_once_for_each_number_of_ranks(reports):
+    found = sorted(name for name, row in reports.items() if row["outcome"] == "passed")
+    assert found == sorted(PASSING)
+
+
+def test_a_failing_rank_is_named_with_its_traceback_and_what_each_rank_printed(reports):
+    row = reports["test_one_rank_fails[ranks3]"]
+    assert row["outcome"] == "failed"
+    assert "assert left * right == 43" in row["says"] and "assert (6 * 7) == 43" in row["says"]
+    assert row["sections"]["Captured ranks call"].splitlines()[0] == "raised on rank 1 of 3"
+    assert "nobody could go on: rank 0 waits for barrier" in row["sections"]["Captured ranks call"]
+    printed = row["sections"]["Captured stdout call"].splitlines()
+    assert {f"[rank {rank}] hello from {rank}" for rank in (1,)} <= {*printed}
+
+
+def test_a_rank_that_hangs_is_ended_with_the_stacks_of_all(reports):
+    row = reports["test_a_rank_hangs[ranks2]"]
+    assert row["outcome"] == "failed" and "no end within 1 s" in row["says"]
+    zero, one = row["says"].split("---- rank 0")[1].split("---- rank 1")
+    assert "dist.barrier()" in zero and "in spins" in one
+
+
+def test_ranks_that_wait_for_each_other_are_named_at_once(reports):
+    row = reports["test_ranks_wait_for_each_other[ranks2]"]
+    assert row["outcome"] == "failed"
+    assert "to which ranks [1] have not come" in row["sections"]["Captured ranks call"]
+
+
+def test_the_filters_of_warnings_of_a_test_hold_on_its_ranks(reports):
+    row = reports["test_a_warning_is_an_error_on_ranks_too[ranks2]"]
+    assert row["outcome"] == "failed" and "UserWarning: loud" in row["says"]
+
+
+def test_ranks_skip_together_or_not_at_all(reports):
+    assert reports["test_all_skip[ranks2]"]["outcome"] == "skipped"
+    assert "rank 0 of 2 skips the test, and not all do: not today" in reports["test_one_skips[ranks2]"]["says"]
+
+
+def test_a_model_that_all_ranks_would_share_is_refused_by_the_name_of_its_fixture(reports):
+    row = reports["test_of_one_model[ranks2]"]
+    assert row["outcome"] == "failed" and "the fixture 'model' gives all ranks the same Linear" in row["says"]
+
+
+@pytest.mark.parametrize(
+    ("mark", "argument", "says"),
+    [
+        ("ranks()", "", "names no number of ranks"),
+        ("ranks(0)", "", "this is no number of ranks"),
+        ("ranks(2, 2)", "", "names a number of ranks twice"),
+        ("ranks(2, tiemout=3)", "", "did you mean 'timeout'?"),
+        ("ranks(2, seed=-1)", "", "an integer of at least 0"),
+        ("ranks(2, timeout='1')", "", "expected: seconds"),
+        ("ranks(2, group=1)", "", "expected: True or False"),
+        *(("ranks(2)", name, f"the fixture '{name}' reaches no rank") for name in ("request", "monkeypatch", "capsys")),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(mark, argument, says):
+    from zeroshard.errors import UserError
+    from zeroshard.testing.asked import asked, check_function, sizes
+
+    args, named = eval(mark, {"ranks": lambda *args, **named: (args, named)})
+    with pytest.raises(UserError, match=says.replace("?", "[?]")):
+        sizes(args)
+        asked(named)
+        check_function(test_what_cannot_be_is_refused_by_name, [argument] if argument else [])
+
+
+def test_the_tests_of_the_page_pass(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
+    ran, reports = run(tmp_path, "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
+    assert ran.returncode == 0 and len(reports) == 6
+
+
+REFUSED = """
+import pytest
+
+@pytest.mark.ranks(2)
+def test_it(tmp_path, monkeypatch):
+    pass
+"""
+
+
+def test_a_refused_fixture_is_named_before_anything_runs_and_torch_is_not_imported(tmp_path):
+    ran, reports = run(tmp_path, REFUSED)
+    assert ran.returncode == 2 and reports == {}
+    assert "test_it: the fixture 'monkeypatch' reaches no rank" in ran.stdout
+    assert "instead: a fixture that takes monkeypatch" in ran.stdout
+
+
+UNUSED = """
+import sys
+
+def test_it():
+    assert "zeroshard.testing.plugin" in sys.modules
+    assert not {"torch", "numpy", "rich", "typer"} & {*sys.modules}
+"""
+
+
+def test_the_plugin_imports_nothing_for_who_does_not_use_it(tmp_path):
+    ran, _ = run(tmp_path, UNUSED, "-p", "no:xdist", "-p", "no:hypothesispytest")
+    assert ran.returncode == 0, ran.stdout
+
+
+SEEDED = """
+import pytest, torch
+import torch.distributed as dist
+
+@pytest.mark.ranks(3)
+def test_it():
+    total = torch.ones(1)
+    for _ in range(4):
+        dist.all_reduce(total)
+    assert total.item() < 0
+"""
+
+
+def test_a_seed_that_a_failure_names_draws_the_same_schedule_again(tmp_path):
+    def schedule(*options):
+        ran, reports = run(tmp_path, SEEDED, *options)
+        assert ran.returncode == 1
+        words = reports["test_it[ranks3]"]["sections"]["Captured ranks call"].splitlines()[-1]
+        return words.split()[1].rstrip(","), words.split("--ranks-seed=")[1].split()[0]
+
+    drawn, seed = schedule("--ranks-seed=fresh", "-n1")
+    assert schedule(f"--ranks-seed={seed}") == (drawn, seed)
+    assert schedule("--ranks-seed=5")[0] != drawn

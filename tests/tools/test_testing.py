@@ -1,5 +1,6 @@
 """`zeroshard.testing`: its mark and its options, as a project's own pytest sees them. One run of pytest shows most of it."""
 
+import copy
 import json
 import os
 import re
@@ -9,6 +10,10 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
+
+import zeroshard
+from zeroshard.testing import assert_same_bits
 
 PLUGIN = "zeroshard.testing.plugin"
 WRITES = """
@@ -241,7 +246,99 @@ def test_what_cannot_be_is_refused_by_name(mark, argument, says):
 def test_the_tests_of_the_page_pass(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
     ran, reports = run(tmp_path, "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
-    assert ran.returncode == 0 and len(reports) == 6
+    assert ran.returncode == 0 and len(reports) == 9
+
+
+TENSOR = torch.tensor([[1.0, -0.0, float("nan")], [4.0, 5.0, 6.0]])
+
+
+def changed(tensor, at, value):
+    tensor = tensor.clone()
+    tensor.view(-1)[at] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        TENSOR,
+        TENSOR.bfloat16(),
+        TENSOR.long(),
+        TENSOR > 2,
+        TENSOR * 1j,
+        torch.tensor(2.0),
+        torch.zeros(0, 3),
+        torch.nn.Linear(2, 3),
+        {"a": [TENSOR, {"b": (1, 2.0, float("nan"), None, "c", True)}], 3: []},
+    ],
+)
+def test_equal_bits_are_equal(value):
+    assert_same_bits(value, copy.deepcopy(value))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (
+            {"a": TENSOR, "b": TENSOR},
+            {"a": TENSOR, "b": changed(changed(TENSOR, 4, 5.0000005), 5, 7)},
+            "b: element [1, 1] is 5.0 (0x40a00000) and 5.000000476837158 (0x40a00001), 1 ULP apart; 2 of 6 differ",
+        ),
+        (
+            TENSOR[:, :2],
+            changed(TENSOR[:, :2], 1, 0),
+            "(0x80000000) and 0.0 (0x00000000), 0 ULPs apart; 1 of 4 differ, by 0 at most",
+        ),
+        (TENSOR, changed(TENSOR, 2, 3.0), "element [0, 2] is nan (0x7fc00000) and 3.0 (0x40400000); 1 of 6 differ"),
+        (TENSOR.bfloat16(), changed(TENSOR.bfloat16(), 3, 4.03125), "4.0 (0x4080) and 4.03125 (0x4081), 1 ULP apart"),
+        (
+            TENSOR.long()[1],
+            changed(TENSOR.long()[1], 0, -1),
+            "4 (0x0000000000000004) and -1 (0xffffffffffffffff); 1 of 3",
+        ),
+        (TENSOR[1] * 1j, changed(TENSOR[1] * 1j, 2, 7j), "element [2] is 6j (0x40c00000) and 7j (0x40e00000)"),
+        (torch.tensor(1.0), torch.tensor(2.0), "element 0 is 1.0 (0x3f800000) and 2.0"),
+        ([TENSOR], [TENSOR.double()], "0: [2, 3] float32 and [2, 3] float64"),
+        ([TENSOR], [TENSOR[0]], "0: [2, 3] float32 and [3] float32"),
+        ({"a": {"b": 1, "c": 1}}, {"a": {"b": 1}}, "a.c: only the first has it"),
+        ({"lr": 1e-3, "betas": 1}, {"lr": 1.5e-3, "betas": 2}, "lr: 0.001 and 0.0015; 1 more of 2 differ"),
+        ({"a": 1}, {"a": 1.0}, "a: 1 and 1.0"),
+        ({"a": []}, {"a": {}}, "a: 'an empty list' and 'an empty dict'"),
+    ],
+)
+def test_the_first_element_that_differs_is_named_with_its_bits(first, second, says):
+    with pytest.raises(AssertionError, match=re.escape(says)):
+        assert_same_bits(first, second)
+
+
+def test_what_has_no_bits_is_refused():
+    with pytest.raises(zeroshard.Error, match=r"a set has no bits to compare(.|\n)*where: a.0"):
+        assert_same_bits({"a": [{1}]}, {"a": [{1}]})
+
+
+def logged(folder, *, factor=1.0, steps=2, lr=0.1):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    with zeroshard.RunLog(folder, model, optimizer) as log:
+        for step in range(steps):
+            loss = model(torch.full((4, 3), 0.5 + step)).square().mean()
+            (loss * (factor if step else 1.0)).backward()
+            log.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def test_logs_of_runs_are_compared_as_the_command_does(tmp_path):
+    run = logged(tmp_path / "a")
+    assert_same_bits(run, logged(tmp_path / "b"))
+    with pytest.raises(
+        AssertionError, match=r"the runs part at step 1, gradients: weight\n  element 0: .*0x1[.].* and "
+    ):
+        assert_same_bits(run, logged(tmp_path / "c", factor=2.0))
+    with pytest.raises(AssertionError, match="the runs have 2 and 1 steps"):
+        assert_same_bits(run, logged(tmp_path / "d", steps=1))
 
 
 REFUSED = """

@@ -3,6 +3,7 @@
 plugin      pytest's hooks: `@pytest.mark.ranks(2, 3)`, `--ranks-seed`
 asked       what a mark asks for, and the fixtures that reach no rank
 threads     a test's body on ranks that are threads of pytest's process
+bits        `assert_same_bits`
 failures    what a rank that failed looks like from the test
 """
 
@@ -12,13 +13,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .bits import assert_same_bits as assert_same_bits
     from .failures import RankFailure as RankFailure
 
 _HOME = {
     "RankFailure": "failures",
+    "assert_same_bits": "bits",
 }
 
-__all__ = ["RankFailure"]
+__all__ = ["RankFailure", "assert_same_bits"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,9 @@ PLACEHOLDER = f"<!doctype html><title>t</title>{document.PLACE}<script>start()</
 @functools.cache
 def rebuilt(ranks) -> dict:
     """The document, run anew on this machine's kernels."""
-    return build.assemble(ranks.run(2, build.capture), ranks.run(build.PROFILED, build.profiled))
+    return build.assemble(
+        ranks.run(2, build.capture), ranks.run(build.PROFILED, build.profiled), ranks.run(build.WIDEST, build.widest)
+    )
 
 
 @functools.cache
@@ -244,6 +246,44 @@ def test_bytes_and_messages_of_the_260(transformer, stage):
     assert {row["phase"] for row in timing if row["verb"] == "reduce"} == {"backward"}
 
 
+PLAYED = [("layers", 2, 2), ("layers", 2, 1), ("model", 2, 2)]
+PLAYED += [(cut, ranks, 2) for ranks in (4, 8) for cut in ("layers", "model")]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_steps_that_play_beside_the_texts_own(transformer, stage):
+    """Bytes at rest and messages by counting elements: each module's part rounded up, or 260 cut into such parts."""
+    modules, place = [8, 64, 8, 148, 32], STAGES[stage]
+    assert [(each["cut"], each["ranks"], each["step"]) for each in transformer["played"]] == PLAYED
+    for each, (cut, ranks, step) in zip(transformer["played"], PLAYED, strict=True):
+        found, padded = each["stages"][stage], sum(-(-numel // ranks) * ranks for numel in modules)
+        for rank in range(ranks):
+            own, whole = padded // ranks, padded
+            real = sum(min(part := -(-numel // ranks), max(numel - rank * part, 0)) for numel in modules)
+            if cut == "model":
+                part = -(-260 // ranks)
+                own, whole = min(part, 260 - rank * part), 260
+                real = own
+            share = {state: own if sharded else whole for state, sharded in place._asdict().items()}
+            want = {"parameters": 2 * share["parameters"], "gradients": 2 * share["gradients"]}
+            want["master"] = 4 * share["optimizer"]
+            # Adam never sees the padding.
+            want |= dict.fromkeys(("exp_avg", "exp_avg_sq"), 4 * (real if place.optimizer else 260))
+            held = found["held"][rank]
+            assert held == found["predicted"][rank] == want | {"step": held["step"]}, (cut, ranks)
+            begins = {found["recording"]["states"][of]: n for at, _, of, n in _held_first(found, rank) if n}
+            assert {state: begins.get(state, 0) for state in ("exp_avg", "exp_avg_sq")} == {
+                state: want[state] if step == 2 else 0 for state in ("exp_avg", "exp_avg_sq")
+            }
+            reduced = next(row for row in found["traffic"][rank] if row["verb"] == "reduce")
+            assert (reduced["logical"], reduced["sent"]) == (2 * whole, 2 * (whole - own))
+
+
+def _held_first(found: dict, rank: int) -> list:
+    recorded = found["recording"]["ranks"][rank]
+    return [change for change in recorded["held"] if change[0] <= recorded["span"][0]]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_the_steps_after_the_first_hold(transformer, stage):
     """In backward m, v and step counters come on top; stage 3 gathers ahead, too. Adam gets fp32 gradients."""
@@ -294,10 +334,10 @@ def test_a_document_that_lies_is_refused(transformer):
     values = transformer["runs"]["bf16"]
     seen = {"parameters": list(values["parameters"]), "gradients": []}
     moment = {"parameters": [[0, 260, "old"]], "gradients": []}
-    walk260._check(moment, seen, (0, 130), values, 0, 1)
+    walk260._check(moment, seen, [(0, 130)], values, 0, 1)
     seen["parameters"][200] += 1
     with pytest.raises(AssertionError, match=r"stage 1, rank 0: parameters \[0, 260\) are not 'old'"):
-        walk260._check(moment, seen, (0, 130), values, 0, 1)
+        walk260._check(moment, seen, [(0, 130)], values, 0, 1)
 
 
 def test_gradients_frame_by_frame(transformer):

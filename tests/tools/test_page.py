@@ -5,6 +5,7 @@ request for anything but the page.
 """
 
 import importlib
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ FLAGS = [
 ]
 MOST_BYTES = 200_000  # of the page without data
 WIDTHS = [390, 900, 1440]
+TEXTS = "#transformer?cut=model&step=1"  # the texts' own step: one cut, and Adam has no m and v yet
 SENT = ("gather", "reduce", "broadcast")
 
 CI = bool(os.environ.get("CI"))  # has all of it, or fails
@@ -203,9 +205,9 @@ def test_every_moment_of_every_stage(opened, walk, stage):
     data = walk["transformer"]
     of = data["stages"][stage]
     element = 130  # behind the cut inside W1
-    page = opened("walkthroughs", f"#transformer?stage={stage}&element={element}")
+    page = opened("walkthroughs", f"{TEXTS}&stage={stage}&element={element}")
     for at, moment in enumerate(of["moments"]):
-        page.evaluate("hash => { location.hash = hash }", f"#transformer?stage={stage}&element={element}&moment={at}")
+        page.evaluate("hash => { location.hash = hash }", f"{TEXTS}&stage={stage}&element={element}&moment={at}")
         page.wait_for_selector(f'[data-moment="{moment["key"]}"]')
         scene = page.evaluate(SCENE)
         assert moment["title"] in scene["live"] and moment["says"] in scene["live"]
@@ -236,7 +238,7 @@ def beats(page, stop=None):
 def test_a_step_goes_unit_by_unit(opened, walk, stage):
     """Forward as the record has it; at the end the counters are the traffic of the step."""
     of = walk["transformer"]["stages"][stage]
-    page = opened("walkthroughs", f"#transformer?stage={stage}", reduced=True)
+    page = opened("walkthroughs", f"{TEXTS}&stage={stage}", reduced=True)
     keys = beats(page)
     kinds = ("gather", "compute", "release") if stage == 3 else ("compute",)
     forward = [key for key in keys if ":forward:" in key]
@@ -254,7 +256,7 @@ def test_a_step_goes_unit_by_unit(opened, walk, stage):
 @pytest.mark.full
 def test_stage_3_gathers_computes_and_releases(opened):
     """What a rank does not own comes, is there while the unit computes, and goes again; the model shows it too."""
-    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    page = opened("walkthroughs", f"{TEXTS}&stage=3", reduced=True)
     seen = []
     for stop in ("release:forward:1", "gather:forward:2", "compute:forward:2", "release:forward:2"):
         beats(page, stop)
@@ -267,7 +269,7 @@ def test_stage_3_gathers_computes_and_releases(opened):
 
 @pytest.mark.full
 def test_play_goes_on_to_the_end_and_stops(opened):
-    page = opened("walkthroughs", "#transformer?stage=1&moment=4")
+    page = opened("walkthroughs", f"{TEXTS}&stage=1&moment=4")
     last = page.locator("[data-beat]").get_attribute("data-beat")
     page.get_by_label("Speed").select_option("4")
     page.get_by_label("Back", exact=True).click()
@@ -277,7 +279,7 @@ def test_play_goes_on_to_the_end_and_stops(opened):
     page.wait_for_selector('[data-beat="rest"]')
     page.get_by_label("Play").wait_for()
     assert last == "return:gathered parameters:5" and page.locator(".packet").count() == 0
-    still = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    still = opened("walkthroughs", f"{TEXTS}&stage=3", reduced=True)
     still.get_by_label("Next", exact=True).click()
     assert still.locator("[data-beat]").get_attribute("data-beat") == "gather:forward:1"
     assert still.locator(".packet").count() == 0
@@ -285,7 +287,7 @@ def test_play_goes_on_to_the_end_and_stops(opened):
 
 @pytest.mark.full
 def test_the_arrows_step_and_pause_holds(opened):
-    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    page = opened("walkthroughs", f"{TEXTS}&stage=3", reduced=True)
     for key, expected in [
         ("ArrowRight", "gather:forward:1"),
         ("ArrowRight", "compute:forward:1"),
@@ -302,7 +304,7 @@ def test_the_arrows_step_and_pause_holds(opened):
 @pytest.mark.full
 def test_a_frame_tells_what_changed_and_what_was_held_in_between(opened):
     """Two changes at once are named, and a peak that no frame ends at."""
-    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    page = opened("walkthroughs", f"{TEXTS}&stage=3", reduced=True)
     assert "1,040 bytes (no m and v yet)" in " ".join(page.locator(".rank").first.inner_text().split())
     beats(page, "gather:backward:4")
     changed = page.locator("[data-changed]")
@@ -315,7 +317,7 @@ def test_a_frame_tells_what_changed_and_what_was_held_in_between(opened):
 
 @pytest.mark.full
 def test_another_stage_is_at_the_same_frame(opened):
-    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    page = opened("walkthroughs", f"{TEXTS}&stage=3", reduced=True)
     beats(page, "compute:forward:3")
     page.get_by_label("stage 1", exact=True).check()
     assert page.locator("[data-beat]").get_attribute("data-beat") == "compute:forward:3"
@@ -325,7 +327,7 @@ def test_another_stage_is_at_the_same_frame(opened):
 def test_all_stages_play_on_one_cursor(opened, walk):
     """Each stage is where its own last frame is; at the end every counter is that stage's traffic."""
     stages = walk["transformer"]["stages"]
-    page = opened("walkthroughs", "#transformer?stage=3&all=true", reduced=True)
+    page = opened("walkthroughs", f"{TEXTS}&stage=3&all=true", reduced=True)
     beats(page, "gather:forward:2")
     scenes = page.locator("[data-scene]").evaluate_all("all => all.map(each => each.dataset.scene)")
     assert scenes == ["compute:forward:1"] * 3 + ["gather:forward:2"]
@@ -342,7 +344,7 @@ def test_all_stages_play_on_one_cursor(opened, walk):
 def test_memory_of_the_stages_on_one_axis(opened, walk):
     """What the curves read at both ends, and the named peaks of backward, on either rank."""
     stages = walk["transformer"]["stages"]
-    page = opened("walkthroughs", "#transformer", reduced=True)
+    page = opened("walkthroughs", TEXTS, reduced=True)
     for rank in (0, 1):
         page.get_by_label(f"rank {rank}", exact=True).check()
         for at, key in ((0, "start"), (-1, "rest")):
@@ -372,7 +374,7 @@ def test_memory_of_the_stages_on_one_axis(opened, walk):
 )  # fmt: skip
 def test_a_block_of_the_model_opens_its_values(opened, walk, block, values):
     """What the engine's run had there, on both ranks, in full beside what is written."""
-    page = opened("walkthroughs", "#transformer?stage=3")
+    page = opened("walkthroughs", f"{TEXTS}&stage=3")
     page.locator(f'[data-block="{block}"]').click()
     for rank, forward in enumerate(walk["transformer"]["runs"]["bf16"]["forward"]):
         titles = page.locator(f'[data-made="{rank}"] td').evaluate_all(
@@ -385,7 +387,7 @@ def test_a_block_of_the_model_opens_its_values(opened, walk, block, values):
 
 @pytest.mark.full
 def test_an_element_is_chosen_by_keyboard_and_kept_in_the_address(opened, walk):
-    page = opened("walkthroughs", "#transformer?stage=1&moment=3")
+    page = opened("walkthroughs", f"{TEXTS}&stage=1&moment=3")
     slider = page.get_by_label("Element of the flat vector")
     slider.focus()
     w_q = next(tensor["start"] for tensor in walk["transformer"]["tensors"] if tensor["symbol"] == "W_q")
@@ -408,7 +410,7 @@ def test_an_element_is_chosen_by_keyboard_and_kept_in_the_address(opened, walk):
 @pytest.mark.full
 @pytest.mark.parametrize("element", [8, 129, 130, 259])
 def test_adam_is_traced_with_the_run_s_numbers(opened, walk, element):
-    page = opened("walkthroughs", f"#transformer?element={element}")
+    page = opened("walkthroughs", f"{TEXTS}&element={element}")
     values = walk["transformer"]["runs"]["bf16"]
     found = page.locator(".trace .is").all_text_contents()
     expected = [
@@ -429,7 +431,7 @@ def test_adam_is_traced_with_the_run_s_numbers(opened, walk, element):
 
 @pytest.mark.full
 def test_hovering_names_the_element_and_who_has_it(opened):
-    page = opened("walkthroughs", "#transformer?stage=1&moment=3")
+    page = opened("walkthroughs", f"{TEXTS}&stage=1&moment=3")
     ruler = page.locator(".ruler")
     ruler.scroll_into_view_if_needed()
     box = ruler.bounding_box()
@@ -444,7 +446,7 @@ def test_hovering_names_the_element_and_who_has_it(opened):
 @pytest.mark.parametrize("by", ["tensor", "module"])
 def test_every_frame_of_backward(opened, walk, by):
     data = walk["transformer"]["backward"][by]
-    page = opened("walkthroughs", f"#transformer?by={by}&frame=0")
+    page = opened("walkthroughs", f"{TEXTS}&by={by}&frame=0")
     for summary in page.locator("summary", has_text="All frames").all():
         summary.click()
     found = rows(page, "frame")
@@ -465,7 +467,7 @@ def test_every_frame_of_backward(opened, walk, by):
 
 @pytest.mark.full
 def test_the_stages_side_by_side(opened, walk):
-    page = opened("walkthroughs", "#transformer")
+    page = opened("walkthroughs", TEXTS)
     found = [each.inner_text() for each in page.locator("[data-nbytes]").all()]
     assert (
         found
@@ -609,7 +611,7 @@ def test_one_parameter_through_the_whole_step(opened, walk):
     """A row for each moment: what each rank has of the element, as the figure above says moment by moment."""
     data = walk["transformer"]
     for stage in data["stages"]:
-        page = opened("walkthroughs", f"#transformer?stage={stage['stage']}&element=130")
+        page = opened("walkthroughs", f"{TEXTS}&stage={stage['stage']}&element=130")
         found = rows(page, "whole ")
         assert list(found) == [f"whole {moment['key']}" for moment in stage["moments"]]
         for at, cells in enumerate(found.values()):
@@ -810,10 +812,50 @@ def test_on_a_phone_all_is_large_enough_to_press(opened):
         assert page.evaluate(sticky) <= 110
 
 
+def test_the_step_that_is_shown_first(opened, walk):
+    """The second step, each layer cut: m and v are there, and each rank sends as much of attention as it receives."""
+    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    assert page.locator(".rank").first.get_by_text("bytes").first.inner_text() == "holds 2,108 bytes"
+    strips = dict(page.evaluate(SCENE)["strips"])
+    cuts = [0, 4, 8, 40, 72, 76, 80, 154, 228, 244, 260]  # each module in halves
+    for rank in (0, 1):
+        halves = [pytest.approx([100 * a / 260, 100 * (b - a) / 260], abs=1e-3) for a, b in itertools.pairwise(cuts)]
+        for state in ("parameters", "master", "exp_avg", "exp_avg_sq"):
+            assert strips[f"{rank} {state}"] == halves[rank::2], state
+    beats(page, "gather:forward:2")
+    assert page.locator(".delta").all_inner_texts() == ["+64"] * 4
+    page.get_by_label("one cut", exact=True).check()
+    beats(page, "gather:forward:2")
+    assert page.locator(".delta").all_inner_texts() == ["", "", "", ""]  # the chapter's end: it is gathered before
+    page.get_by_label("Frame of the step").fill("0")
+    beats(page, "gather:forward:2")
+    assert page.locator(".delta").all_inner_texts() == ["+128", "", "", "+128"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cut", ["layers", "model"])
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_more_ranks_play(opened, walk, ranks, cut):
+    """Each rank's counters end at its traffic, and it holds what the ledger had; the texts' step is of two ranks."""
+    stages = next(
+        each["stages"] for each in walk["transformer"]["played"] if (each["cut"], each["ranks"]) == (cut, ranks)
+    )
+    page = opened("walkthroughs", f"#transformer?cut={cut}&stage=2", reduced=True)
+    page.get_by_label("ranks", exact=True).select_option(str(ranks))
+    assert page.get_by_label("step", exact=True).is_disabled()
+    assert beats(page)[-1] == "rest"
+    assert page.locator("[data-rank]").count() == ranks
+    for rank, lines in enumerate(stages[2]["traffic"]):
+        sent = sum(line["sent"] for line in lines if line["verb"] in SENT)
+        seen = page.locator(f'[data-rank="{rank}"]')
+        holds = sum(stages[2]["held"][rank].values())
+        assert [seen.get_attribute(f"data-{name}") for name in ("sent", "holds")] == [str(sent), str(holds)]
+
+
 @pytest.mark.full
 def test_the_main_figure_fits_one_screen(opened):
     """Controls, model and the strips of both ranks, without scrolling."""
-    page = opened("walkthroughs", "#transformer?stage=3&beat=4")
+    page = opened("walkthroughs", f"{TEXTS}&stage=3&beat=4")
     for part in (".play", "[data-model]", '[data-strip="1 exp_avg_sq"]'):
         box = page.locator(part).bounding_box()
         assert box["y"] >= 0 and box["y"] + box["height"] <= 900
@@ -1146,8 +1188,8 @@ def test_the_theme_follows_the_system_until_it_is_chosen(opened):
 
 @pytest.mark.full
 def test_motion_and_print(opened):
-    still = opened("walkthroughs", "#transformer", reduced=True)
-    moving = opened("walkthroughs", "#transformer")
+    still = opened("walkthroughs", TEXTS, reduced=True)
+    moving = opened("walkthroughs", TEXTS)
     duration = "getComputedStyle(document.querySelector('.moves')).transitionDuration"
     assert still.evaluate(duration) == "0s" and moving.evaluate(duration) != "0s"
     moving.emulate_media(media="print")
@@ -1201,7 +1243,7 @@ def test_on_a_phone_the_open_tab_and_step_are_in_sight(opened):
 
 @pytest.mark.full
 def test_the_frames_start_at_the_first(opened):
-    page = opened("walkthroughs", "#transformer")
+    page = opened("walkthroughs", TEXTS)
     assert page.get_by_text("Frame 1 of 13").is_visible()
 
 

@@ -1,6 +1,7 @@
 import { readFileSync } from 'node:fs';
 import { describe, expect, test } from 'vitest';
-import type { Page } from '../src/lib/data';
+import type { Moment, Page } from '../src/lib/data';
+import { bounds } from '../src/lib/layout';
 import { changes, heldAt, mostWithin } from '../src/lib/memory';
 import { arriving, beatsOf, caption, counters, flights, followed, hasAt, merged, parts } from '../src/lib/play';
 
@@ -13,26 +14,67 @@ const told = transformer.stages.map((stage) => ({
   ...stage,
   beats: beatsOf(stage.recording, transformer.layout, true),
 }));
+/** The texts' own step and all that play beside it, stage by stage. */
+const played = [
+  { cut: 'model', ranks: 2, step: 1, layout: transformer.layout, stages: transformer.stages },
+  ...transformer.played,
+].flatMap(({ cut, ranks, step, layout, stages }) =>
+  stages.map((stage) => ({
+    ...stage,
+    name: `cut ${cut}, ${ranks} ranks, step ${step}, stage ${stage.stage}`,
+    step,
+    layout,
+    own: Array.from({ length: ranks }, (_, rank) => rank),
+    beats: beatsOf(stage.recording, layout, true),
+  })),
+);
+const valued = played.flatMap((each) => {
+  const moments = each.moments as Moment[];
+  return 'ranks' in moments[0] ? [{ ...each, moments }] : [];
+});
 
 describe('the 260 parameters', () => {
-  test.each(told)('stage $stage: its chapters are the recorded moments', ({ beats, moments }) => {
+  test('either cut plays on 2, 4 and 8 ranks, the first step on two', () => {
+    const steps = transformer.played.map(({ cut, ranks, step }) => `${cut} ${ranks} ${step}`);
+    expect(steps.sort()).toEqual(
+      ['layers 2 1', ...['layers', 'model'].flatMap((cut) => [2, 4, 8].map((ranks) => `${cut} ${ranks} 2`))].sort(),
+    );
+    expect(valued.length).toBe(16);
+  });
+
+  test.each(played)('$name: its chapters are the recorded moments', ({ beats, moments }) => {
     expect(parts(beats).map(({ chapter }) => chapter)).toEqual(moments.map(({ key }) => key));
   });
 
-  test.each(told)('stage $stage: at the end of a chapter every rank has what was recorded', (stage) => {
-    parts(stage.beats).forEach(({ last }, number) => {
+  test.each(valued)('$name: at the end of a chapter every rank has what was recorded', (stage) => {
+    parts(stage.beats).forEach(({ chapter, last }, number) => {
+      const age = ['stepped', 'gathered parameters', 'rest'].includes(chapter) ? 'new' : 'old';
       for (const rank of RANKS) {
         const { parameters, gradients, optimizer } = stage.moments[number].ranks[rank];
-        const expected = { parameters, gradients, optimizer: optimizer.map((each) => [...each, 'has']) };
-        expect(hasAt(stage.beats, last, transformer.layout, stage.placements, rank)).toEqual(expected);
+        const has = stage.step > 1 ? age : 'made';
+        const expected = { parameters, gradients, optimizer: optimizer.map((each) => [...each, has]) };
+        expect(hasAt(stage.beats, last, stage.layout, stage.placements, rank)).toEqual(expected);
       }
     });
   });
 
-  test.each(told)('stage $stage: what flies is what was sent and received', (stage) => {
+  test.each(played)('$name: m and v are there from the second step on', ({ beats, layout, placements, own, step }) => {
+    for (const rank of own) {
+      const { optimizer } = hasAt(beats, 0, layout, placements, rank);
+      const elements = optimizer.reduce((sum, [start, stop]) => sum + stop - start, 0);
+      const all = layout.buckets.reduce((sum, { numel }) => sum + numel, 0);
+      const shard = layout.buckets.reduce((sum, bucket) => {
+        const [low, high] = bounds(bucket, rank);
+        return sum + high - low;
+      }, 0);
+      expect(elements).toBe(step === 1 ? 0 : placements.optimizer ? shard : all);
+    }
+  });
+
+  test.each(played)('$name: what flies is what was sent and received', (stage) => {
     for (const beat of stage.beats)
-      for (const rank of RANKS) {
-        const found = flights(beat, transformer.layout, RANKS);
+      for (const rank of stage.own) {
+        const found = flights(beat, stage.layout, stage.own);
         const nbytes = (side: 'from' | 'to') =>
           found.filter((each) => each[side] === rank).reduce((sum, { start, stop }) => sum + 2 * (stop - start), 0);
         const moved = beat.kind === 'release' ? [] : beat.moves[rank];
@@ -41,13 +83,30 @@ describe('the 260 parameters', () => {
       }
   });
 
-  test.each(told)('stage $stage: the counters end at the traffic of the step', (stage) => {
+  test.each(played)('$name: the counters end at the traffic of the step', (stage) => {
     const { sent, received } = counters(stage.beats, stage.beats.length - 1);
     stage.traffic.forEach((lines, rank) => {
       const travels = lines.filter(({ verb }) => verb !== 'control');
       expect(sent[rank]).toBe(travels.reduce((sum, line) => sum + line.sent, 0));
       expect(sent[rank] + received[rank]).toBe(travels.reduce((sum, line) => sum + line.sent_and_received, 0));
     });
+  });
+
+  test('with each layer cut, every rank sends a part of every module, and as much as any other', () => {
+    for (const { cut, ranks, layout } of transformer.played)
+      if (cut === 'layers') for (const { numel, share } of layout.buckets) expect(share).toBe(Math.ceil(numel / ranks));
+    for (const stage of played.filter(({ name }) => name.startsWith('cut layers'))) {
+      const gathers = stage.beats.filter(({ kind }) => kind === 'gather' || kind === 'return');
+      expect(gathers.length > 0).toBe(stage.stage > 0);
+      for (const beat of gathers) {
+        const found = flights(beat, stage.layout, stage.own);
+        const sizes = stage.own.map((rank) =>
+          found.filter(({ from }) => from === rank).reduce((sum, { start, stop }) => sum + stop - start, 0),
+        );
+        expect(new Set(sizes).size).toBe(1);
+        expect(sizes[0]).toBeGreaterThan(0);
+      }
+    }
   });
 
   test('stage 3 gathers, computes and releases unit after unit', () => {

@@ -16,5 +16,6 @@ These files turn them, and any run, into the page; the names are those of `web/D
     observe          looking into a small run while it happens, on a clock of ticks
     walk260, walk4, walk_layers, overview       one walkthrough each: run it on two ranks, tell it
     run260, words260                            of the first: what each rank sees, and what is said of it
+    played260, owned                            its steps beside the texts' own; who owns what under either cut
     build            `python -m zeroshard.explain.build` writes walkthroughs.json
 """

@@ -17,7 +17,7 @@ from ..cli import launch, processor
 from ..cli.config import InputError, Launch
 from .document import document
 
-RANKS, PROFILED = 2, 4
+RANKS, PROFILED, WIDEST = 2, 4, 8
 TARGET = Path(__file__).with_name("walkthroughs.json")
 
 
@@ -30,21 +30,34 @@ def capture() -> dict[str, Any]:
 
 def profiled() -> dict[str, Any]:
     """Return what this rank held of the scaled profile, and the runs to play, JSON-able. Collective, on four ranks."""
-    from . import profile, walk_runs
+    from . import profile, run260, walk_runs
 
-    return {"profile": profile.capture(), "runs": walk_runs.capture()}
+    return {"profile": profile.capture(), "runs": walk_runs.capture(), "transformer": run260.wider()}
 
 
-def assemble(ranks: Sequence[dict[str, Any]], four: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Make the whole document of what every rank captured, of two (`ranks`) and of four."""
+def widest() -> dict[str, Any]:
+    """Return this rank's part of the runs on eight, JSON-able. Collective, on eight ranks."""
+    from . import run260
+
+    return {"transformer": run260.wider()}
+
+
+def assemble(
+    ranks: Sequence[dict[str, Any]], four: Sequence[dict[str, Any]], eight: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    """Make the whole document of what every rank captured, of two (`ranks`), four and eight."""
     import torch
 
     from ..planner.texts import text
-    from . import overview, profile, walk4, walk260, walk_layers, walk_runs
+    from . import overview, played260, profile, walk4, walk260, walk_layers, walk_runs
 
-    read, four = json.loads(json.dumps([ranks, four]))  # a capture that no file carried becomes as one from a file
+    read, four, eight = json.loads(
+        json.dumps([ranks, four, eight])
+    )  # a capture that no file carried becomes as one from a file
     of = {part: [rank[part] for rank in read] for part in read[0]}
     transformer = walk260.assemble(of["transformer"])
+    wider = [[rank["transformer"] for rank in team] for team in (four, eight)]
+    transformer |= played260.assemble(of["transformer"], wider, transformer["runs"])
     walkthroughs = {
         # Kernels are chosen by processor, and the last bits of a sum with them.
         "made": {
@@ -61,6 +74,9 @@ def assemble(ranks: Sequence[dict[str, Any]], four: Sequence[dict[str, Any]]) ->
         "texts": {letter: text(letter).json() for letter in "ABCDE"},
     }
     return document(walkthroughs=walkthroughs, run=None)
+
+
+CAPTURES = {RANKS: capture, PROFILED: profiled, WIDEST: widest}  # by the number of ranks that each is run on
 
 
 def written(document: dict[str, Any]) -> str:
@@ -83,7 +99,7 @@ def _lines(value: Any, indent: str) -> str:
 
 def main() -> int:
     captured: list[list[dict[str, Any]]] = []
-    for ranks in (RANKS, PROFILED):
+    for ranks in CAPTURES:
         with tempfile.TemporaryDirectory(prefix="zeroshard-explain-") as folder:
             if code := launch.start_ranks(["explain-rank", folder], ranks):
                 return code
@@ -97,7 +113,7 @@ def main() -> int:
 def capture_rank(folder: str) -> None:
     """Run one rank, started by `main`."""
     place = Launch.from_environment()
-    if place is None or place.ranks not in (RANKS, PROFILED):
+    if place is None or place.ranks not in CAPTURES:
         raise InputError("explain-rank is what `python -m zeroshard.explain.build` starts; run that")
     launch.end_at_once_when_told(launched=True)
     launch.alone(_capture, Path(folder), place)
@@ -107,7 +123,7 @@ def _capture(folder: Path, place: Launch) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    captured = json.dumps(capture() if place.ranks == RANKS else profiled(), allow_nan=False)
+    captured = json.dumps(CAPTURES[place.ranks](), allow_nan=False)
     (folder / f"rank{place.rank}.json").write_text(captured, encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

@@ -43,14 +43,16 @@ def tick() -> int:
 
 
 class Observer:
-    """One rank's engine under observation. `moments`: (name, tick), in order; `seen`: what the tensors were then."""
+    """One rank's engine under observation. `moments`: (name, tick), in order; `seen`: what the tensors were then.
+
+    `zero.record()` begins the record, before the first moment.
+    """
 
     def __init__(self, zero: Zero) -> None:
         self.zero = zero
         self.moments: list[tuple[str, int]] = []
         self.seen: dict[str, dict[str, list[Any]]] = {}
         zero._engine.reduction.pause = UNHURRIED
-        zero.record()
 
     def look(self, name: str) -> None:
         """Note the moment, with the parameters and gradients that this rank has: flat, bucket after bucket."""

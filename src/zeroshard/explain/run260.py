@@ -25,7 +25,12 @@ from .transformer260 import TENSORS
 
 MODULES = ("norm1", "attention", "norm2", "feed_forward", "head")
 BY_MODULE = Layout(bounds="model", align=1, units=MODULES)
+BY_LAYER = Layout(align=1, units=MODULES)
 SINGLY = Layout(bounds="model", align=1, bucket_mib=2.0**-20)  # a limit of one byte: every tensor has its own bucket
+CUTS = {
+    "layers": BY_LAYER,
+    "model": BY_MODULE,
+}  # each module cut evenly, as the engine does; the whole model, as the texts
 GROUPINGS = {"tensor": SINGLY, "module": BY_MODULE}
 BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, store_params=True)  # as the texts count
 LEARNING_RATE = 1e-3
@@ -41,7 +46,48 @@ def capture() -> dict[str, Any]:
         "trained": {stage: trained(stage) for stage in STAGES},
         "unsent": unsent(),
         "later": {stage: later(stage) for stage in STAGES},
+        "played": {
+            how: {
+                step: {stage: observed_step(stage, BF16, torch.float32, cut, step) for stage in STAGES}
+                for step in steps
+            }
+            for (how, cut), steps in zip(CUTS.items(), ((2, 1), (2,)), strict=True)
+        },
+        "second": {stage: observed_step(stage, Precision(), torch.float64, BY_MODULE, 2) for stage in STAGES},
     }
+
+
+def wider() -> dict[str, Any]:
+    """Record the second step on more ranks than the texts have, for either cut. Collective."""
+    return {how: {stage: recorded_step(stage, cut) for stage in STAGES} for how, cut in CUTS.items()}
+
+
+def recorded_step(stage: int, layout: Layout) -> dict[str, Any]:
+    """Record the second step of this rank: its bytes and messages, without the values."""
+    with ticking():
+        rank = torch.distributed.get_rank()
+        model = transformer260.Transformer260()
+        optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+        zero = zeroshard.shard(model, optimizer, stage=stage, precision=BF16, comm=MESSAGES, layout=layout)
+        batch = transformer260.batches(torch.bfloat16, torch.distributed.get_world_size())[rank]
+        observer = Observer(zero)
+        for step in (1, 2):
+            if step == 2:
+                observer.land()
+                zero.record()
+                observer.look("start")
+            transformer260.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        observer.land()
+        observer.look("rest")
+        told = observer.told()
+        return {
+            "told": {key: value for key, value in told.items() if key != "seen"},
+            "held": {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes},
+            "predicted": predict_states(zero),
+            "layout": layout_json(zero.partition, told["unit_names"]),
+        }
 
 
 def later(stage: int) -> dict[str, Any]:
@@ -71,7 +117,8 @@ def unsent() -> dict[str, Any]:
     own: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         parameter.register_hook(lambda gradient, name=name: own.__setitem__(name, numbers(gradient)))
-    zero = zeroshard.shard(model, torch.optim.Adam(model.parameters()), stage=1, precision=BF16, layout=BY_MODULE)
+    optimizer = torch.optim.Adam(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=1, precision=BF16, comm=MESSAGES, layout=BY_MODULE)
     with zero.no_sync():
         transformer260.loss(model, transformer260.batches(torch.bfloat16)[rank]).backward()
         ledger = zero.ledger()
@@ -87,8 +134,10 @@ def unsent() -> dict[str, Any]:
     }
 
 
-def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: Layout) -> dict[str, Any]:
-    """Run one step with the texts' gradients of W_q, and look at it before, between and after its phases."""
+def observed_step(
+    stage: int, precision: Precision, dtype: torch.dtype, layout: Layout, number: int = 1
+) -> dict[str, Any]:
+    """Run steps with the texts' gradients of W_q, and look at the last before, between and after its phases."""
     with ticking():
         rank = torch.distributed.get_rank()
         model = transformer260.Transformer260(dtype)
@@ -99,9 +148,16 @@ def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: 
         before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
         zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=MESSAGES, layout=layout)
-        observer = Observer(zero)
         batch = transformer260.batches(precision.param(dtype))[rank]
+        observer = Observer(zero)
+        for _ in range(number - 1):
+            transformer260.loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        observer.land()
+        kept_before = _kept(zero, optimizer) if number > 1 else []
 
+        zero.record()
         observer.look("start")
         trace = model(batch.x)
         loss = torch.nn.functional.cross_entropy(trace.logits, batch.targets)
@@ -136,6 +192,7 @@ def observed_step(stage: int, precision: Precision, dtype: torch.dtype, layout: 
             "before": numbers(before),
             "after": after,
             "kept": kept,
+            "kept_before": kept_before,
             "dtypes": {
                 "parameters": _name(dtypes.param), "gradients": _name(dtypes.grad), "master": _name(dtypes.master)
             },

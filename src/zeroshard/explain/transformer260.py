@@ -242,15 +242,27 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch.x).logits, batch.targets)
 
 
-def batches(dtype: torch.dtype = torch.float32) -> tuple[Batch, Batch]:
-    """Return micro-batches A (GPU-0: x from the text) and B (GPU-1: all of it from the seed)."""
+def batches(dtype: torch.dtype = torch.float32, ranks: int = 2) -> tuple[Batch, ...]:
+    """Return a micro-batch for each rank: A (x from the text), B and the rest (all of them from the seed)."""
     draw = random.Random(SEED + 1)
-    targets_a, targets_b = ([draw.randrange(WORDS) for _ in range(TOKENS)] for _ in range(2))
-    x_b = _draw(draw, TOKENS * WIDTH, 0.8)
-    return (
-        Batch(torch.tensor(TEXT["x"], dtype=dtype), torch.tensor(targets_a), "text", "seed"),
-        Batch(torch.tensor(x_b, dtype=dtype).view(TOKENS, WIDTH), torch.tensor(targets_b), "seed", "seed"),
+    targets = [_targets(draw), _targets(draw)]
+    xs = [TEXT["x"], _x(draw)]
+    for _ in range(ranks - 2):
+        targets.append(_targets(draw))
+        xs.append(_x(draw))
+    return tuple(
+        Batch(torch.tensor(x, dtype=dtype), torch.tensor(target), "seed" if rank else "text", "seed")
+        for rank, (x, target) in enumerate(zip(xs, targets, strict=True))
     )
+
+
+def _targets(draw: random.Random) -> list[int]:
+    return [draw.randrange(WORDS) for _ in range(TOKENS)]
+
+
+def _x(draw: random.Random) -> list[list[float]]:
+    flat = _draw(draw, TOKENS * WIDTH, 0.8)
+    return [flat[at : at + WIDTH] for at in range(0, len(flat), WIDTH)]
 
 
 def inject(model: Transformer260, rank: int) -> None:

@@ -19,6 +19,17 @@ from ..stage import STAGES
 from . import transformer260
 from .document import matrix
 from .frames import backward_frames
+from .owned import (
+    Spans,
+    around,
+    bounds_of_ranks,
+    numel_of,
+    of_ranks,
+    optimizer_at,
+    parameters_at,
+    place_in,
+    starts_of,
+)  # fmt: skip
 from .recording import peak_of, together, traffic_of
 from .run260 import GROUPINGS, LEARNING_RATE, STEPS, plain_weights
 from .transformer260 import TENSORS
@@ -28,12 +39,12 @@ from .words260 import TITLES, corrections, says
 def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Make the `Transformer` document from what `capture` returned on each rank."""
     runs = {name: [by_stage(rank[name]) for rank in ranks] for name in ("bf16", "float64")}
-    values = {name: _values(run) for name, run in runs.items()}
+    values = {name: values_of(run) for name, run in runs.items()}
     layout = runs["bf16"][0][0]["layout"]
-    cuts = _cuts(layout)
-    own = [(cuts[rank], cuts[rank + 1]) for rank in range(len(ranks))]
-    starts = _starts(layout)
-    stages = [_stage(stage, [rank[stage] for rank in runs["bf16"]], own, values["bf16"]) for stage in STAGES]
+    cuts = bounds_of_ranks(layout)
+    own = of_ranks(layout)
+    starts = starts_of(layout)
+    stages = [stage_of(stage, [rank[stage] for rank in runs["bf16"]], own, values["bf16"]) for stage in STAGES]
     whole = stages[0]["nbytes"]
     later = [by_stage(rank["later"]) for rank in ranks]
     for stage in stages:
@@ -78,14 +89,15 @@ def assemble(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _tensors(starts: Sequence[tuple[int, int]], own: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+def _tensors(starts: Sequence[tuple[int, int]], own: Sequence[Spans]) -> list[dict[str, Any]]:
     return [
         {
             "symbol": entry.symbol, "name": entry.name, "layer": entry.layer, "shape": list(entry.shape),
             "start": start, "numel": stop - start, "origin": entry.origin,
             "owners": [
                 [rank, max(low, start) - start, min(high, stop) - start]
-                for rank, (low, high) in enumerate(own)
+                for rank, spans in enumerate(own)
+                for low, high in spans
                 if low < stop and start < high
             ],
         }
@@ -108,32 +120,6 @@ def by_stage(found: dict[Any, Any]) -> dict[int, Any]:
     return {int(stage): value for stage, value in found.items()}
 
 
-def _cuts(layout: dict[str, Any]) -> list[int]:
-    """List the bounds of the ranks' parts in the flat vector of all buckets end to end (none is padded)."""
-    sizes = [bucket["numel"] for bucket in layout["buckets"]]
-    cuts = [0]
-    for rank in range(layout["ranks"]):
-        cuts.append(cuts[-1] + sum(_bounds(bucket, rank + 1) - _bounds(bucket, rank) for bucket in layout["buckets"]))
-    assert cuts[-1] == sum(sizes)
-    return cuts
-
-
-def _bounds(bucket: dict[str, Any], rank: int) -> int:
-    return int(bucket["bounds"][rank]) if "bounds" in bucket else int(bucket["share"]) * rank
-
-
-def _starts(layout: dict[str, Any]) -> list[tuple[int, int]]:
-    """List [start, stop) of every slot in the flat vector."""
-    found = []
-    base = 0
-    for bucket in layout["buckets"]:
-        for _, shape, start in layout["slots"][bucket["first"] : bucket["last"]]:
-            numel = int(torch.Size(shape).numel())
-            found.append((base + start, base + start + numel))
-        base += bucket["numel"]
-    return found
-
-
 def _flat(layout: dict[str, Any], ranks: Sequence[Sequence[Sequence[Any]]]) -> list[Any]:
     """Join the ranks' shards of every bucket to a flat vector."""
     return [value for bucket in range(len(layout["buckets"])) for rank in ranks for value in rank[bucket]]
@@ -147,70 +133,77 @@ def one_of(values: Sequence[Any], what: str) -> Any:
     return values[0]
 
 
-def _values(ranks: Sequence[dict[int, dict[str, Any]]]) -> dict[str, Any]:
-    """Return one set of values for all four stages, which must agree in each of them."""
+def values_of(ranks: Sequence[dict[int, dict[str, Any]]], first: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return one set of values for all four stages, which must agree; after those of the `first` step."""
     layout = ranks[0][0]["layout"]
-    starts = {slot[0]: start for slot, (start, _) in zip(layout["slots"], _starts(layout), strict=True)}
+    starts = {slot[0]: start for slot, (start, _) in zip(layout["slots"], starts_of(layout), strict=True)}
 
-    def kept(stage: int, what: str) -> list[Any]:
-        flat: list[Any] = [None] * layout_numel(layout)
+    def kept(stage: int, what: str, when: str = "kept") -> list[Any]:
+        flat: list[Any] = [None] * numel_of(layout)
         for rank in ranks:
-            for fragment in rank[stage]["kept"]:
+            for fragment in rank[stage][when]:
                 first = starts[fragment["name"]] + fragment["start"]
                 flat[first : first + len(fragment[what])] = fragment[what]
         return flat
 
     at = {what: one_of([kept(stage, what) for stage in STAGES], what) for what in ("master", "exp_avg", "exp_avg_sq")}
-    first = [rank[0] for rank in ranks]
+    some = [rank[0] for rank in ranks]
+    masters = [rank[stage]["before"] for stage in STAGES for rank in ranks]
+    if first is not None:
+        masters = [first["master_after"], *(kept(stage, "master", "kept_before") for stage in STAGES)]
+        assert some[0]["told"]["seen"]["start"]["parameters"] == first["parameters_after"]
     sums = one_of([_flat(layout, [rank[stage]["sums"] for rank in ranks]) for stage in STAGES], "sums")
     averages = one_of([_flat(layout, [rank[stage]["averages"] for rank in ranks]) for stage in STAGES], "averages")
     return {
-        "dtype": first[0]["dtypes"],
+        "dtype": some[0]["dtypes"],
         "forward": [one_of([rank[stage]["forward"] for stage in STAGES], "forward values") for rank in ranks],
-        "parameters": first[0]["told"]["seen"]["start"]["parameters"],
-        "master": one_of([rank[stage]["before"] for stage in STAGES for rank in ranks], "masters"),
+        "parameters": some[0]["told"]["seen"]["start"]["parameters"],
+        "master": one_of(masters, "masters"),
         "gradients": [one_of([rank[stage]["gradients"] for stage in STAGES], "gradients") for rank in ranks],
         "sum": sums,
         "average": averages,
         "exp_avg": at["exp_avg"],
         "exp_avg_sq": at["exp_avg_sq"],
-        "step": 1,
+        "step": 1 if first is None else first["step"] + 1,
         "master_after": at["master"],
         "parameters_after": one_of([rank[stage]["after"] for stage in STAGES for rank in ranks], "new parameters"),
     }
 
 
-def layout_numel(layout: dict[str, Any]) -> int:
-    return sum(bucket["numel"] for bucket in layout["buckets"])
-
-
-def _stage(
-    stage: int, ranks: Sequence[dict[str, Any]], own: Sequence[tuple[int, int]], values: dict[str, Any]
-) -> dict[str, Any]:
-    place, numel = STAGES[stage], own[-1][1]
+def recorded(stage: int, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Describe one stage of a step by its bytes and messages. `nbytes`: of the rank that holds most."""
     told = [rank["told"] for rank in ranks]
-    nbytes = [sum(n for state, n in rank["held"].items() if state != "step") for rank in ranks]
-    sharded = place.sharded()
-    recording = together(told, told[0]["unit_names"], clock="tick")
     return {
         "stage": stage,
-        "placements": sharded,
-        "formula": PRESETS["paper"].formula(place),
+        "placements": STAGES[stage].sharded(),
+        "formula": PRESETS["paper"].formula(STAGES[stage]),
         "predicted": [rank["predicted"] for rank in ranks],
         "held": [rank["held"] for rank in ranks],
-        "nbytes": one_of(nbytes, "bytes"),
-        "owners": {
-            state: [[rank, *(span if cut else (0, numel)), "device"] for rank, span in enumerate(own)]
-            for state, cut in sharded.items()
-        },
+        "nbytes": max(sum(n for state, n in rank["held"].items() if state != "step") for rank in ranks),
         "traffic": [traffic_of(rank["moves"], rank["span"][0]) for rank in told],
-        "moments": _moments(stage, ranks, own, values),
-        "recording": recording,
+        "recording": together(told, told[0]["unit_names"], clock="tick"),
+    }
+
+
+def stage_of(
+    stage: int, ranks: Sequence[dict[str, Any]], own: Sequence[Spans], values: dict[str, Any]
+) -> dict[str, Any]:
+    """Describe one stage of a step. What every rank has at each moment is checked against the values."""
+    numel = numel_of(ranks[0]["layout"])
+    found = recorded(stage, ranks)
+    return found | {
+        "owners": {
+            state: [
+                [rank, *span, "device"] for rank, spans in enumerate(own) for span in (spans if cut else [(0, numel)])
+            ]
+            for state, cut in found["placements"].items()
+        },
+        "moments": _moments(stage, ranks, own, values, numel),
     }
 
 
 def _moments(
-    stage: int, ranks: Sequence[dict[str, Any]], own: Sequence[tuple[int, int]], values: dict[str, Any]
+    stage: int, ranks: Sequence[dict[str, Any]], own: Sequence[Spans], values: dict[str, Any], numel: int
 ) -> list[dict[str, Any]]:
     names = [name for name, _ in ranks[0]["told"]["moments"]]
     ticks = [dict(rank["told"]["moments"]) for rank in ranks]
@@ -224,9 +217,9 @@ def _moments(
         {
             "key": name,
             "title": TITLES[name],
-            "says": says(stage, name),
+            "says": says(stage, name, values["step"]),
             "ranks": [
-                _moment(stage, name, rank["told"], ticks[number], names, own[number], own[-1][1], origin, values)
+                _moment(stage, name, rank["told"], ticks[number], names, own[number], numel, origin, values)
                 for number, rank in enumerate(ranks)
             ],
         }
@@ -245,7 +238,7 @@ def _moment(
     told: dict[str, Any],
     ticks: dict[str, int],
     names: Sequence[str],
-    own: tuple[int, int],
+    own: Spans,
     numel: int,
     origin: int,
     values: dict[str, Any],
@@ -270,9 +263,9 @@ def _moment(
         "at": at - origin,
         "held": {state: nbytes for state, nbytes in held.items() if nbytes},
         "peak": peak,
-        "parameters": _parameters(stage, name, own, numel),
+        "parameters": parameters_at(stage, name, own, numel),
         "gradients": _gradients(stage, name, own, numel),
-        "optimizer": _optimizer(stage, name, own, numel),
+        "optimizer": optimizer_at(stage, name, own, numel, values["step"]),
         "moves": [moves[0], moves[-1] + 1] if moves else [0, 0],
     }
     if name in told["seen"]:
@@ -280,43 +273,20 @@ def _moment(
     return found
 
 
-def _parameters(stage: int, name: str, own: tuple[int, int], numel: int) -> list[list[Any]]:
-    """List the intervals of the flat vector whose parameters this rank has, from before ("old") or after the step."""
-    place = STAGES[stage]
-    if name in ("gathered parameters", "rest") or (name == "stepped" and not place.optimizer):
-        return [[*own, "new"]] if place.parameters else [[0, numel, "new"]]
-    if name == "stepped":
-        new = [*own, "new"]
-        if place.parameters:
-            return [new]
-        around: list[list[Any]] = [[0, own[0], "old"], new, [own[1], numel, "old"]]
-        return [interval for interval in around if interval[0] < interval[1]]
-    return [[*own, "old"]] if place.parameters else [[0, numel, "old"]]
-
-
-def _gradients(stage: int, name: str, own: tuple[int, int], numel: int) -> list[list[Any]]:
+def _gradients(stage: int, name: str, own: Spans, numel: int) -> list[list[Any]]:
+    """List the intervals whose gradients this rank has: its "own", the "sum" of all ranks, or the "average"."""
     place = STAGES[stage]
     if name in ("start", "forward", "rest"):
         return []
     if not place.optimizer and name != "backward":
         return [[0, numel, "average"]]
-    mine = [*own, "sum" if name == "backward" else "average"]
-    if place.gradients:
-        return [mine]
-    around: list[list[Any]] = [[0, own[0], "own"], mine, [own[1], numel, "own"]]
-    return [interval for interval in around if interval[0] < interval[1]]
-
-
-def _optimizer(stage: int, name: str, own: tuple[int, int], numel: int) -> list[list[int]]:
-    if name not in ("stepped", "gathered parameters", "rest"):
-        return []
-    return [[*own]] if STAGES[stage].optimizer else [[0, numel]]
+    return around(own, numel, "sum" if name == "backward" else "average", None if place.gradients else "own")
 
 
 def _check(
     moment: dict[str, Any],
     seen: dict[str, list[Any]],
-    own: tuple[int, int],
+    own: Spans,
     values: dict[str, Any],
     rank: int,
     stage: int,
@@ -329,9 +299,10 @@ def _check(
     for state in ("parameters", "gradients"):
         if not moment[state]:
             continue
-        first = own[0] if getattr(STAGES[stage], state) else 0
+        sharded = getattr(STAGES[stage], state)
         for start, stop, what in moment[state]:
-            if seen[state][start - first : stop - first] != vectors[what][start:stop]:
+            first = place_in(own, start) if sharded else start
+            if seen[state][first : first + stop - start] != vectors[what][start:stop]:
                 raise AssertionError(f"stage {stage}, rank {rank}: {state} [{start}, {stop}) are not {what!r}")
 
 

@@ -59,6 +59,7 @@ def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpoi
         with zero.gathered():
             start = [value for parameter in model.parameters() for value in numbers(parameter)]
         observer = Observer(zero)
+        zero.record()
 
         observer.look("start")
         loss = four_weights.loss(model, SAMPLES[rank], dtype)

@@ -68,6 +68,7 @@ def observed_step() -> dict[str, Any]:
         assert buffer.master is not None
         found["master"] = numbers(buffer.master.tensor[mine])
         observer = Observer(zero)
+        zero.record()
 
         stack(batch(0, rank)).sum().backward()
         flat = torch.cat([local[slot.name].reshape(-1) for slot in bucket.slots])
@@ -101,6 +102,7 @@ def overlapped() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         observer = Observer(zero)
+        zero.record()
         loss = stack(batch(1, rank)).sum()
         observer.look("backward")
         loss.backward()

@@ -9,7 +9,7 @@ from typing import Any
 from ..planner import traffic
 from ..planner.quantities import number
 from ..planner.recipes import PRESETS
-from ..stage import STAGES
+from ..stage import STAGES, Placements
 from . import transformer260
 from .transformer260 import TENSORS
 
@@ -25,62 +25,86 @@ TITLES = {
 }
 
 
-def says(stage: int, name: str) -> str:
+def says(stage: int, name: str, step: int = 1, ranks: int = 2) -> str:
+    """Say what happens in one phase of a step, on a number of ranks."""
     place = STAGES[stage]
+    part = "half" if ranks == 2 else "part"
     if name == "start":
-        weights = "its half of the bf16 parameters" if place.parameters else "all parameters in bf16"
-        masters = "of its half" if place.optimizer else "of all of them"
+        weights = f"its {part} of the bf16 parameters" if place.parameters else "all parameters in bf16"
+        masters = f"of its {part}" if place.optimizer else "of all of them"
+        if step > 1:
+            return f"Each rank has {weights}. It has fp32 masters, and Adam's m and v, {masters}."
         return f"Each rank has {weights} and fp32 masters {masters}. Adam has no m and v yet: they begin as zeros."
     if name == "forward":
         if place.parameters:
+            ahead = (
+                "The order is known from the first step, so the next module's weights are prefetched while one "
+                "computes."
+                if step > 1
+                else "In this first step nothing is gathered ahead. From the second step on the order is known, and "
+                "the next module's weights are prefetched while one computes."
+            )
             return (
                 "Each rank runs its own micro-batch. Before a module computes, its weights are gathered into a buffer "
-                "that has room for all of them, also where a rank owns them all. After it they are released. In this "
-                "first step nothing is gathered ahead. From the second step on the order is known, and the next "
-                "module's weights are prefetched while one computes."
+                f"that has room for all of them, also where a rank owns them all. After it they are released. {ahead}"
             )
         return "Each rank runs the whole model on its own micro-batch. Nothing is sent."
     if name == "backward":
-        gathers = (
-            " Weights are gathered once more, module by module, and released later than in forward. When a module has "
-            "its gradients, torch still holds its parameters. So a rank keeps the last two modules, and releases one "
-            "when backward asks for the weights of the second module after it, or ends."
-            if place.parameters
-            else ""
-        )
-        keeps = (
-            "What a rank does not own is sent to its owner and not kept."
-            if place.gradients
-            else "The full-size buffer stays: outside its own part a rank has only what its own micro-batch gave."
-        )
-        more = (
-            " In this tiny model stage 2 holds more in backward than stage 1: the buffers of its reductions are larger "
-            "than the gradients that it does not keep."
-            if place.gradients and not place.parameters
-            else ""
-        )
-        return (
-            "As soon as a module has its gradients their reduction starts: each rank receives the other rank's "
-            "gradients for the part it owns, and adds up both in rank order. Up to three reductions are under way at "
-            f"a time. {keeps}{more}{gathers}"
-        )
+        return _backward(place, ranks)
     if name == "gathered gradients":
         return "The sums are divided by the number of ranks, and gathered: every rank is to update everything."
     if name == "stepped":
         if not place.optimizer:
-            return "Both ranks update all parameters, and do the same work twice. This is what stage 1 ends."
+            work = "Both ranks update all parameters, and do the same work twice"
+            if ranks > 2:
+                work = f"All ranks update all parameters, and do the same work {ranks} times"
+            return f"{work}. This is what stage 1 ends."
         if place.parameters:
             return (
                 "The sums are divided by the number of ranks, and each rank updates its own part. Nothing has to be "
                 "sent: its shard is all it keeps."
             )
+        mixed = (
+            "the model is half new and half old, and the halves differ between the ranks"
+            if ranks == 2
+            else f"the model on each rank is 1/{ranks} new, and the new part differs between the ranks"
+        )
         return (
             "The sums are divided by the number of ranks. Each rank has updated its own part and nothing else. For "
-            "this moment the model is half new and half old, and the halves differ between the ranks."
+            f"this moment {mixed}."
         )
     if name == "gathered parameters":
+        if ranks > 2:
+            return "Each rank sends its new part to all others. Now each has the whole new model."
         return "Each rank sends its new part to the other. Now both have the whole new model."
     return "The gradients are cleared; their memory stays reserved for the next backward. m, v and masters stay."
+
+
+def _backward(place: Placements, ranks: int) -> str:
+    gathers = (
+        " Weights are gathered once more, module by module, and released later than in forward. When a module has "
+        "its gradients, torch still holds its parameters. So a rank keeps the last two modules, and releases one "
+        "when backward asks for the weights of the second module after it, or ends."
+        if place.parameters
+        else ""
+    )
+    keeps = (
+        "What a rank does not own is sent to its owner and not kept."
+        if place.gradients
+        else "The full-size buffer stays: outside its own part a rank has only what its own micro-batch gave."
+    )
+    others = "the other rank's" if ranks == 2 else "the other ranks'"
+    more = (
+        " In this tiny model stage 2 holds more in backward than stage 1: the buffers of its reductions are larger "
+        "than the gradients that it does not keep."
+        if place.gradients and not place.parameters and ranks == 2
+        else ""
+    )
+    return (
+        f"As soon as a module has its gradients their reduction starts: each rank receives {others} "
+        f"gradients for the part it owns, and adds up {'both' if ranks == 2 else 'all'} in rank order. Up to three "
+        f"reductions are under way at a time. {keeps}{more}{gathers}"
+    )
 
 
 def note(text: str, at: str, says: str, right: str) -> dict[str, str]:

@@ -187,10 +187,24 @@ export interface Stage {
   owners: Record<'parameters' | 'gradients' | 'optimizer', [rank: number, start: number, stop: number, tier: string][]>;
   traffic: Traffic[][];
   moments: Moment[];
-  /** By rank: the most in each phase from the second step on. */
-  later: Record<'forward' | 'backward' | 'step', { total: number; held: Bytes }>[];
+  /** By rank: the most in each phase from the second step on. Of the texts' own step. */
+  later?: Record<'forward' | 'backward' | 'step', { total: number; held: Bytes }>[];
   recording: Recording;
 }
+
+/** A step that is played beside the texts' own. Of more than two ranks without values: who has what follows from layout
+ * and recording. */
+export interface Played {
+  cut: 'layers' | 'model';
+  ranks: number;
+  step: number;
+  layout: Layout;
+  stages: PlayedStage[];
+}
+export type PlayedStage = Pick<
+  Stage,
+  'stage' | 'placements' | 'predicted' | 'held' | 'nbytes' | 'saved' | 'traffic' | 'recording'
+> & { moments: Pick<Moment, 'key' | 'title' | 'says'>[] };
 
 export interface Grouping {
   frames: {
@@ -226,6 +240,9 @@ export interface Transformer {
   injected: string[];
   runs: { bf16: Values; float64: Values };
   stages: Stage[];
+  /** The values of the second step. */
+  second: Transformer['runs'];
+  played: Played[];
   backward: { tensor: Grouping; module: Grouping };
   plain: { steps: number; equal: boolean; max_difference: number };
   timing: {

@@ -6,6 +6,7 @@
  */
 import type { Layout, Move, Placements, RankRecording, Recording } from './data';
 import { bounds, team, updated } from './layout';
+import { passing } from './states';
 
 export type Kind =
   | 'start'
@@ -50,6 +51,8 @@ export interface Beat {
   buckets: number[];
   /** Weights of a unit that is not the next to compute. */
   ahead: boolean;
+  /** The optimizer had its state when the step began: it is not the first. */
+  settled: boolean;
   /** By shown rank, as all that follows: when, and the messages that begin here. */
   at: number[];
   moves: Move[][];
@@ -75,7 +78,8 @@ export interface Flight {
 }
 
 export type Interval = [start: number, stop: number, what: string];
-/** What one rank has: intervals of the flat vector. Parameters are old, gathered or new; gradients own, sum, average. */
+/** What one rank has: intervals of the flat vector. Parameters are old, gathered or new; gradients own, sum, average; the
+ * optimizer's state old or new where it was there when the step began, else made in the step. */
 export interface Has {
   parameters: Interval[];
   gradients: Interval[];
@@ -160,10 +164,20 @@ function together(found: Mark[]): (Mark & { key: string })[] {
   return beats;
 }
 
+/** Does a rank hold a state of the optimizer when the step begins? Before its first step it has masters at most. */
+function settledAt({ ranks, states }: Recording): boolean {
+  const others = ['parameters', 'gradients', 'fp32_gradients', 'master', 'scales', 'padding', 'step'];
+  const is = (state: string) => !others.includes(state) && !passing(state) && state !== 'norms';
+  return ranks.some(({ held, span }) =>
+    held.some(([at, , state, nbytes]) => at <= span[0] && nbytes > 0 && is(states[state])),
+  );
+}
+
 /** All beats of a step, in the first shown rank's order. `rest`: the gradients are cleared at the end. */
 export function beatsOf(recording: Recording, layout: Layout, rest = false): Beat[] {
   const ranks = recording.ranks.map((rank) => together(marks(recording, rank, layout)));
   const others = ranks.map((beats) => new Map(beats.map((beat) => [beat.key, beat])));
+  const settled = settledAt(recording);
   const edge = (kind: 'start' | 'rest', side: 0 | 1): Beat => ({
     key: kind,
     kind,
@@ -172,6 +186,7 @@ export function beatsOf(recording: Recording, layout: Layout, rest = false): Bea
     unit: -1,
     buckets: [],
     ahead: false,
+    settled,
     at: recording.ranks.map(({ span }) => span[side]),
     moves: recording.ranks.map(() => []),
   });
@@ -182,6 +197,7 @@ export function beatsOf(recording: Recording, layout: Layout, rest = false): Bea
     beats.push({
       ...mark,
       ahead: false,
+      settled,
       at: same.map((of, rank) => Math.max(of?.at ?? 0, before[rank])),
       moves: same.map((of) => of?.moves ?? []),
     });
@@ -373,8 +389,10 @@ export function hasAt(
     else if (gradient === 'average' && !placements.optimizer) put(has.gradients, base, end, 'average');
     else if (gradient !== 'none') lay(has.gradients, gradient, placements.gradients ? null : 'own');
     const [from, to] = updated(bucket, of).map((at) => base + at);
-    if (updates && placements.optimizer) put(has.optimizer, from, to, 'has');
-    else if (updates) lay(has.optimizer, 'has', 'has');
+    const adam = beats[at].settled ? (stepped ? 'new' : 'old') : updates ? 'made' : null;
+    if (adam && bucket.trainable)
+      if (placements.optimizer) put(has.optimizer, from, to, adam);
+      else lay(has.optimizer, adam, adam);
   });
   return has;
 }

@@ -132,8 +132,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         cells = (f"{row['predicted']:,}", f"{row['held']:,}", f"{row['difference']:+,}" if row["difference"] else "0")
         table.add_row(*(at if at != last else ("", "")), row["what"], *cells)
         last = at
-    screen.console.print()
-    screen.console.print(table)
+    screen.wide(table)
     measured = screen.new_table(
         "Measured beside it: this process, in bytes", "stage", "rank", "peak over its start", "the ledger's peak",
         "difference", "most in a step",
@@ -144,8 +143,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             most = inside[row["stage"], row["rank"]]
             numbers = (f"{row['held']:,}", f"{row['predicted']:,}", f"{row['difference']:+,}", f"{most:,}")
             measured.add_row(str(row["stage"]), str(row["rank"]), *numbers)
-    screen.console.print()
-    screen.console.print(measured)
+    screen.wide(measured)
     screen.say("  [dim]measured: activations, libraries and what operators take while they run are in it[/dim]")
     wrong = [row for row in rows if row["difference"] and row["what"] not in MEASURED]
     if wrong:

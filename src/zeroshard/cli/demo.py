@@ -81,7 +81,7 @@ def demo(*, steps: int, ranks: int, seed: int, out: str, verbose: bool) -> int:
     screen.say("")
     for name, (equal, words) in verdict.items():
         colour = "green" if equal else "bold red"
-        screen.say(f"  [{colour}]{name:<7}[/{colour}] {escape(words)}")
+        screen.say(f"  [{colour}]{name:<7}[/{colour}] {escape(words)}", 10)
     screen.say("")
     return 0 if all(equal for equal, _ in verdict.values()) else launch.FAILED
 

@@ -54,6 +54,6 @@ def _show(found: dict[str, Any], tried: Sequence[Claim]) -> None:
     wide = max(map(len, COLOURS))
     for each in tried:
         colour = COLOURS[each.verdict]
-        screen.say(f"  [{colour}]{each.verdict:<{wide}}[/{colour}]  {escape(each.claim)}")
+        screen.say(f"  [{colour}]{each.verdict:<{wide}}[/{colour}]  {escape(each.claim)}", wide + 4)
         instead = f"; instead: {each.instead}" if each.instead and each.verdict != HOLDS else ""
-        screen.say(f"  {'':<{wide}}  [dim]{escape(visible(each.why + instead))}[/dim]")
+        screen.say(f"  {'':<{wide}}  [dim]{escape(visible(each.why + instead))}[/dim]", wide + 4)

@@ -114,12 +114,7 @@ def _row(row: Row, wide: int) -> None:
 
 def _lines(text: Text, indent: int = 0) -> None:
     """Print a text, wrapped between words; its lines after the first begin at `indent`."""
-    width = min(screen.console.width, LONGEST)
-    if text.overflow == "ignore" or len(text) <= width:
+    if text.overflow == "ignore":  # as its author broke it
         screen.console.print(text, soft_wrap=True)
-        return
-    head, rest = text[:indent], text[indent:]
-    for line in rest.wrap(screen.console, max(width - indent, 1)):
-        line.rstrip()
-        screen.console.print(Text.assemble(head, line), soft_wrap=True)
-        head = Text(" " * indent)
+    else:
+        screen.wrapped(text, min(screen.console.width, LONGEST), indent)

@@ -276,8 +276,7 @@ def _show(setup: Setup, found: dict[str, Any], model: Model | None) -> None:
     for pattern in PATTERNS:
         mine, theirs = found["disk"][pattern], found["raw"][pattern]
         table.add_row(pattern, f"{mine:,.0f}", f"{theirs:,.0f}", f"{mine / theirs:.2f}")
-    screen.console.print()
-    screen.console.print(table)
+    screen.wide(table)
     screen.say("  [dim]both: read and written together, at once, as an optimizer's step does[/dim]")
     if model is None:
         return
@@ -288,6 +287,5 @@ def _show(setup: Setup, found: dict[str, Any], model: Model | None) -> None:
     for row in found["model"]:
         rate = [f"{row['tokens_per_second']:,.0f}"] if model.tokens else []
         table.add_row(row["what"], f"{row['seconds']:.3g}", *rate)
-    screen.console.print()
-    screen.console.print(table)
+    screen.wide(table)
     screen.say("  [dim]bounds: what the disk allows if nothing else takes longer; recipe zeroshard, 18 bytes[/dim]")

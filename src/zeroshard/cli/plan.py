@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from typing import Any
 
 from rich.markup import escape
@@ -12,7 +13,8 @@ from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, in_options, one_line, places, planned_offload
 from zeroshard.cli.policies import NAMES, policies
 from zeroshard.cli.screen import Amount
-from zeroshard.cli.sent import replicas, show, traffic, ways
+from zeroshard.cli.sent import replicas, traffic, ways
+from zeroshard.cli.verdict import show_verdict
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
@@ -29,14 +31,20 @@ LOOKS = {"parameters": ("█", "cyan"), "gradients": ("▓", "yellow"), PADDING:
 MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright_magenta"), ("+", "bright_green"))
 
 
-def show_plan(*, as_json: bool, exact: bool = False, **settings: Any) -> None:
-    """Plan and print. Raises `InputError`, one line, for what cannot be planned."""
+def show_plan(
+    *, as_json: bool, exact: bool = False, config: str | None = None, given: Collection[str] = (), **settings: Any
+) -> None:
+    """Plan and print. Raises `InputError`, one line, for what cannot be planned.
+
+    config: the file that settings come from. given: names of the options on the command line.
+    """
     _one_model(settings)
     found = _planned(settings)
     if as_json:
         print(json.dumps(found.json(), indent=2))
         return
     amount = Amount(0 if exact else max(stage.total for stage in found.stages))
+    show_verdict(found, {**settings, "config": config}, given, amount)
     _head(found)
     _bars(found, amount)
     _states(found, amount)
@@ -130,10 +138,10 @@ def show_text(letter: str, *, as_json: bool) -> None:
         shown = screen.new_table(table.title, "line", "text says", "recomputed", "unit", "")
         for line in table.lines:
             shown.add_row(line.what, _said(line), line.shown, line.unit, "" if line.agrees else "[red]differs[/red]")
-        show(shown)
+        screen.wide(shown)
     screen.say("\n[bold]Where the text differs[/bold]")
     for correction in found.corrections:
-        screen.console.print(f"  - {correction}", markup=False)
+        screen.say(escape(f"  - {correction}"), 4)
 
 
 def _said(line: Line) -> str:
@@ -198,7 +206,7 @@ def _bars(found: Plan, amount: Amount) -> None:
         table.add_row(
             str(stage.stage), stage.formula, _bar(stage, looks, longest), *cells, f"{100 * stage.saved:.1f} %"
         )
-    show(table)
+    screen.wide(table)
     legend = Styled("  ")
     for state, (glyph, colour) in looks.items():
         legend.append(f"{glyph * 2} ", style=colour).append(f"{state}  ")
@@ -211,7 +219,7 @@ def _states(found: Plan, amount: Amount) -> None:
     for state in dict.fromkeys(state for stage in found.stages for state in stage.states):
         table.add_row(state, *(amount(stage.states.get(state, 0)) for stage in found.stages))
     table.add_row("[bold]total[/bold]", *(f"[bold]{amount(stage.total)}[/bold]" for stage in found.stages))
-    show(table)
+    screen.wide(table)
 
 
 def _tiers(found: Plan, amount: Amount) -> None:
@@ -223,7 +231,7 @@ def _tiers(found: Plan, amount: Amount) -> None:
         filed, shared = (sum(stage.tiers.get(tier, {}).values()) for tier in (NVME, SHARED))
         cells = (stage.device, stage.host, host.get("staging", 0), stage.rounding, filed, stage.files, shared)
         table.add_row(str(stage.stage), *map(amount, cells[: len(columns) + once]))
-    show(table)
+    screen.wide(table)
     if found.host_mem is not None:
         table = screen.new_table(
             f"Into {_budget(found.host_mem, amount)} of host memory per rank", "stage", "fits", "to spare"
@@ -232,7 +240,7 @@ def _tiers(found: Plan, amount: Amount) -> None:
             spare = found.host_mem - stage.host
             verdict = "[green]fits[/green]" if spare >= 0 else "[red]does not fit[/red]"
             table.add_row(str(stage.stage), verdict, amount(spare))
-        show(table)
+        screen.wide(table)
 
 
 def _files(found: Plan, amount: Amount) -> None:
@@ -252,7 +260,7 @@ def _files(found: Plan, amount: Amount) -> None:
         if worn:
             cells.append(amount(found.wear(stage) or 0))
         table.add_row(str(stage.stage), *cells)
-    show(table)
+    screen.wide(table)
     if worn:
         how = "as fast as the disk goes" if found.step_time is None else f"of {found.step_time:g} seconds"
         screen.say(f"  [dim]written in a day: of steps {how}[/dim]")
@@ -271,7 +279,7 @@ def _peaks(found: Plan, amount: Amount) -> None:
         assert stage.peak is not None
         cells = (*amount.both(stage.peak), amount(stage.peak - stage.device), escape(str(stage.peak_at)))
         table.add_row(str(stage.stage), *cells, *([amount(stage.activations), amount(stage.working)] if kept else []))
-    show(table)
+    screen.wide(table)
     if kept:
         screen.say("  [dim]passing: the engine's own; what operators make, activations included, comes on top[/dim]")
     else:
@@ -301,18 +309,15 @@ def _answers(found: Plan, limit: int, amount: Amount) -> None:
         verdict = "[green]fits[/green]" if stage.fits else "[red]does not fit[/red]"
         largest = "-" if stage.largest is None else f"{stage.largest:,}"
         table.add_row(str(stage.stage), verdict, *amount.both(spare), largest)
-    show(table)
+    screen.wide(table)
     screen.say(f"  [dim]fits: {what}; largest: by states at rest alone[/dim]")
-    fitting = [stage.stage for stage in found.stages if stage.fits]
-    if fitting and len(found.stages) > 1:
-        screen.say(f"  the lowest stage that fits: [bold]{fitting[0]}[/bold]")
     if found.advice:
         last = max(stage.stage for stage in found.stages)
         table = screen.new_table(f"To make stage {last} fit", "change", *amount.units, "")
         for change in found.advice:
             verdict = "[green]fits[/green]" if change.fits else "does not fit"
             table.add_row(change.what, *amount.both(change.nbytes), verdict)
-        show(table)
-    if not fitting and not any(change.fits for change in found.advice):
+        screen.wide(table)
+    if not any(stage.fits for stage in found.stages) and not any(change.fits for change in found.advice):
         screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")
     screen.console.print()

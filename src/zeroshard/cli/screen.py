@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -22,7 +25,7 @@ RANKS_SHOWN = 4
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
 
 console = Console(highlight=False)
-_unwrapped = Console(highlight=False, width=1000)  # a log wants its lines whole, and a terminal wraps them
+_unwrapped = Console(highlight=False, width=1000)
 
 
 def nbytes_text(nbytes: float) -> str:
@@ -71,15 +74,44 @@ def ranks_text(ranks: int) -> str:
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
 
 
-def say(line: str) -> None:
-    """Print one line, never wrapped: logs and `grep` want it whole."""
-    console.print(line, soft_wrap=True)
+def columns() -> int | None:
+    """Return the width of the terminal, or what COLUMNS says; None for a log, whose lines stay whole for `grep`."""
+    return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
+
+
+def say(line: str, indent: int | None = None) -> None:
+    """Print one line; on a terminal wrapped between words, at `indent` (None: as far as the line itself begins)."""
+    text, width = Text.from_markup(line), columns()
+    for part in text.split("\n", allow_blank=True) or [text]:
+        if width is None:
+            console.print(part, soft_wrap=True)
+        else:
+            at = len(part.plain) - len(part.plain.lstrip(" ")) if indent is None else indent
+            wrapped(part, width, at)
+
+
+def wrapped(text: Text, width: int, indent: int) -> None:
+    """Print a line, wrapped between words; its lines after the first begin at `indent`. A longer word stays whole."""
+    start, before = 0, 0
+    breaks: list[int] = []
+    for first, last in (word.span() for word in re.finditer(r"\S+", text.plain)):
+        if last - start > (width - indent if breaks else width) and before > (start if breaks else indent):
+            breaks.append(start := first)
+        before = last
+    for number, part in enumerate(text.divide(breaks)):
+        part.rstrip()
+        console.print(Text.assemble(" " * indent, part) if number else part, soft_wrap=True)
 
 
 def opening(title: str, facts: Mapping[str, str]) -> None:
     say(f"\n[bold]{title}[/bold]")
+    told(facts)
+
+
+def told(facts: Mapping[str, str]) -> None:
+    """Print facts, one below the other, their names before them."""
     for name, fact in facts.items():
-        say(f"  [dim]{name:<6}[/dim] {fact}")
+        say(f"  [dim]{name:<6}[/dim] {fact}", 9)
 
 
 class Live:
@@ -120,15 +152,13 @@ class Live:
 
 def ledger(ranks: Sequence[Mapping[str, Any]], steps: int) -> None:
     """Print the tables of bytes and messages, and whether the prediction held; `ranks` as in `ledger.json`."""
-    console.print()
-    console.print(_bytes_table(ranks))
+    wide(_bytes_table(ranks))
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
     if off:
         say(f"  [bold red]held differs from predicted:[/bold red] {', '.join(off)}")
     else:
         say(f"  [green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]{_beside(ranks)}")
-    console.print()
-    console.print(_traffic_table(ranks[0]["traffic"], steps))
+    wide(_traffic_table(ranks[0]["traffic"], steps))
 
 
 def closing(
@@ -155,8 +185,7 @@ def closing(
         "saved": f"{escape(str(weights))} and {escape(str(checkpoint))}",
         "next": f"[bold]zeroshard explain {escape(shlex.quote(str(run)))}[/bold]",
     }
-    for name, fact in facts.items():
-        say(f"  [dim]{name:<6}[/dim] {fact}")
+    told(facts)
 
 
 def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
@@ -222,9 +251,34 @@ LEFT = {
 
 
 def wide(table: Table) -> None:
-    """Print a blank line and a table, its rows never wrapped."""
-    _unwrapped.print()
-    _unwrapped.print(table)
+    """Print a blank line and a table."""
+    console.print()
+    show(table)
+
+
+def show(table: Table) -> None:
+    """Print a table, no cell of it cut or broken: on a terminal narrower than a row cell by cell, with their names."""
+    width = columns()
+    if width is None or Measurement.get(_unwrapped, _unwrapped.options, table).maximum <= width:
+        _unwrapped.print(table)
+        return
+    if table.title:
+        say(f"[bold]{escape(str(table.title))}[/bold]")
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        line, used = Text(), 0
+        for column, cell in zip(table.columns, row, strict=True):
+            value = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
+            if not value.plain.strip():
+                continue
+            each = Text.assemble((f"{column.header} ".lstrip(), "dim"), value)
+            if used and used + 2 + len(each) > width:
+                console.print(line, soft_wrap=True)
+                line, used = Text("  "), 0
+            line.append("  " if used else "").append_text(each)
+            used = len(line)
+        console.print(line, soft_wrap=True)
+    if table.caption:
+        say(f"[dim]{escape(str(table.caption))}[/dim]")
 
 
 def new_table(title: str, *columns: str) -> Table:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from zeroshard.cli import screen
 from zeroshard.cli.screen import Amount
@@ -12,14 +10,6 @@ from zeroshard.planner.answer import Plan
 from zeroshard.planner.quantities import number
 from zeroshard.planner.traffic import Moved
 from zeroshard.planner.ways import Ways
-
-# Bytes are shown to the last digit, also where the terminal is narrower than the table.
-_wide = Console(highlight=False, width=200)
-
-
-def show(table: Table) -> None:
-    screen.console.print()
-    _wide.print(table)
 
 
 def traffic(found: Plan, amount: Amount) -> None:
@@ -37,7 +27,7 @@ def traffic(found: Plan, amount: Amount) -> None:
         for verb, part in {"relay": stage.traffic.relay, "share": stage.traffic.share}.items():
             if part != Moved(0, 0, 0):
                 table.add_row("", f"of it {verb}", *map(amount, part))
-    show(table)
+    screen.wide(table)
     if any(stage.links for stage in found.stages):
         table = screen.new_table(
             f"What one rank sends over each link, in {amount.unit}",
@@ -46,7 +36,7 @@ def traffic(found: Plan, amount: Amount) -> None:
         for stage in found.stages:
             if stage.links is not None and stage.links_gloo is not None:
                 table.add_row(str(stage.stage), *map(amount, (*stage.links, *stage.links_gloo)))
-        show(table)
+        screen.wide(table)
         screen.say(
             "  [dim]NCCL, by formula: gathers are rings, whose node crossings all of a node's cards share. A ring's "
             "bytes are on both links: together they can be more than what is sent. gloo, as the kernel counts: gathers "
@@ -74,7 +64,7 @@ def replicas(found: Plan, amount: Amount) -> None:
         "total" if copies.share_between else "total, the same for every K": copies.total,
     }.items():
         table.add_row(what, number(elements / found.parameters))
-    show(table)
+    screen.wide(table)
     compared = [(stage.stage, stage.slow_link) for stage in found.stages if stage.slow_link is not None]
     if compared:
         node = compared[0][1].gpus_per_node
@@ -89,7 +79,7 @@ def replicas(found: Plan, amount: Amount) -> None:
             ):
                 at = str(number_of_stage) if backend == "NCCL" else ""
                 table.add_row(at, backend, *(f"{nbytes:,}" for nbytes in sent), f"{float(100 * less):.1f} %")
-        show(table)
+        screen.wide(table)
     screen.say(
         "  [dim]P per rank: on average. Between nodes: as this engine sends, each rank with a network card of its own. "
         "NCCL's gathers are rings whose crossings a node's cards share: by formula. gloo's are broadcasts in trees: as "
@@ -113,13 +103,12 @@ def ways(found: Plan, compared: Ways, amount: Amount) -> None:
         sizes = map(amount, (way.nbytes, way.between, way.inside))
         copies = f"1 on {way.hosts} hosts" if way.hosts > 1 else str(way.replicas)
         table.add_row(str(way.stage), copies, over, *sizes, f"{way.seconds:.3g} s", verdict)
-    show(table)
+    screen.wide(table)
     screen.say(
         f"  [dim]{len(compared.ways)} ways compared; shown: those that no other beats in memory and time, and one "
         "replica. Time of a step: messages one after the other, none behind compute, and what the host launches and "
         "agrees on. Latencies and the host's times are assumed. Activations come on top "
         "of memory[/dim]"
     )
-    screen.say("  recommended: " + (f"[bold]{escape(best.settings)}[/bold]" if best else "none"))
     for reason in compared.because:
-        screen.say(f"  - {reason}")
+        screen.say(escape(f"  - {reason}"), 4)

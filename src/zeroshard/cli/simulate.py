@@ -254,7 +254,7 @@ def _show(found: dict[str, Any]) -> None:
         table.add_row(state, *_both(found["held"].get(state, 0)), *_both(peak["held"].get(state, 0)))
     table.add_row("[bold]total[/bold]", *_both(sum(found["held"].values())), *_both(peak["total"]))
     table.add_row("[dim]activations, beside[/dim]", "", "", *_both(found["activations"]))
-    screen.console.print(table)
+    screen.show(table)
     screen.say(f"  [dim]the peak is in {peak['phase']}; activations are what forward keeps for backward[/dim]")
     most, verdict = peak["total"] + found["working"], "fits in" if found["fits"] else "[red]does not fit in[/red]"
     screen.say(
@@ -268,7 +268,7 @@ def _show(found: dict[str, Any]) -> None:
             continue  # there is one replica
         cells = (f"{moved[column]:,}" for column in ("logical", "sent", "sent_and_received"))
         table.add_row(verb, f"{moved['calls']:g}", *cells)
-    screen.console.print(table)
+    screen.show(table)
     control = found["control"]
     screen.say(
         f"  [dim]beside it {control['calls']:g} agreements of all ranks, {control['sent']:,.0f} bytes sent[/dim]"
@@ -300,7 +300,7 @@ def _show_clock(found: dict[str, Any]) -> None:
     }
     for key, what in rows.items():
         table.add_row(what, _seconds(clock[key]))
-    screen.console.print(table)
+    screen.show(table)
     hidden = max(clock["moving"] - clock["exposed"], 0.0)
     screen.say(f"  [dim]{_seconds(clock['moving'])} of collectives, {_seconds(hidden)} of them behind compute[/dim]")
     host = found["host"]
@@ -322,7 +322,7 @@ def _show_tiers(tiers: dict[str, dict[str, int]], files: dict[str, int]) -> None
     for state in dict.fromkeys(state for held in tiers.values() for state in held):
         table.add_row(state, *(f"{held.get(state, 0):,}" for held in tiers.values()))
     table.add_row("[bold]total[/bold]", *(f"{sum(held.values()):,}" for held in tiers.values()))
-    screen.console.print(table)
+    screen.show(table)
     screen.say(f"  [dim]files, in a step: {files['read']:,} bytes read, {files['write']:,} written[/dim]")
     screen.say("  [dim]not on the clock: moves between tiers, and what the CPU updates; zeroshard io-bench[/dim]\n")
 

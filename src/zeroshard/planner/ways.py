@@ -9,6 +9,7 @@ only reasons. The backend's own reduction is compared too and never recommended:
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -57,12 +58,17 @@ class Way(NamedTuple):
         return f"stage {self.stage}, {copies}" + ", the optimizer over all" * (self.over == "all")
 
     @property
+    def comm(self) -> dict[str, Any]:
+        """Fields of `Comm` that choose this way."""
+        told = {name: getattr(self, name) for name in ("replicas", "hosts") if getattr(self, name) > 1}
+        told |= {"optimizer": self.over} if self.replicas > 1 and self.over == "all" else {}
+        return told | ({"reduce": self.reduce} if self.reduce != "ordered" else {})
+
+    @property
     def settings(self) -> str:
         """Arguments of `shard` that choose this way."""
-        told = [f"replicas={self.replicas}"] * (self.replicas > 1) + [f"hosts={self.hosts}"] * (self.hosts > 1)
-        told += ['optimizer="all"'] * (self.replicas > 1 and self.over == "all")
-        told += [f'reduce="{self.reduce}"'] * (self.reduce != "ordered")
-        return f"stage={self.stage}" + (f", comm=Comm({', '.join(told)})" if told else "")
+        told = ", ".join(f"{name}={json.dumps(value)}" for name, value in self.comm.items())
+        return f"stage={self.stage}" + (f", comm=Comm({told})" if told else "")
 
     def better(self, other: Way) -> bool:
         """Tell whether this way is no worse in memory and time, and better in one of them."""

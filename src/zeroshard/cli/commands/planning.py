@@ -264,7 +264,7 @@ def plan(
             raise InputError("--check runs a job, and --export prints a config; one of the two")
         raise typer.Exit(command.check_plan(as_json=as_json, text=text, **settings))
     if export is None:
-        command.show_plan(as_json=as_json, exact=exact, **settings)
+        command.show_plan(as_json=as_json, exact=exact, config=config, given=given, **settings)
         return
     from zeroshard.cli.configs import show_export
 

@@ -16,7 +16,7 @@ STATES = ("parameters", "gradients", "master", "exp_avg", "exp_avg_sq", "step") 
 
 
 def say(line: str, *, markup: bool = True) -> None:
-    screen.console.print(line, markup=markup, soft_wrap=True)
+    screen.say(line if markup else escape(line))
 
 
 def prose(text: str, indent: int) -> None:

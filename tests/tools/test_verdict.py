@@ -1,0 +1,126 @@
+"""The first lines of `zeroshard plan`: a verdict, and a line of Python that does what was planned."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import zeroshard
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.cli.main import app
+
+BF16 = Precision(param_dtype=torch.bfloat16, cast_inputs=True)
+JOB = f"{Path(__file__).parents[2]}/examples/job.py:job"
+CLUSTER = "--params 8e9 --preset zeroshard --ranks 64 --machine a100-ethernet"
+NARROW = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True)
+
+
+@pytest.fixture
+def planned(monkeypatch, capsys):
+    """(the verdict, the line to paste) of a command line, on a terminal of 80 columns."""
+
+    def first(words, columns=80):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        app(["plan", *words.split()], standalone_mode=False)
+        before, _, _ = capsys.readouterr().out.partition("\nPlan\n")
+        assert all(len(line) <= 80 for line in before.splitlines())
+        verdict, _, line = before.partition("zero = ")
+        return " ".join(verdict.split()), line
+
+    return first
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("--params 7B --ranks 8 --preset zeroshard", {"stage": 3, "precision": BF16}),
+        ("--params 7B --ranks 8 --preset zeroshard --gpu h100-80", {"stage": 1, "precision": BF16}),
+        ("--params 7B --preset zeroshard-bf16-grads --stage 2", {"stage": 2, "precision": NARROW}),
+        ("--params 7B --preset paper --stage 2", {"stage": 2, "precision": NARROW}),
+        ("--params 7B --preset fp32", {"stage": 3}),
+        (
+            "--params 7B --preset fp32 --prefetch 2 --optimizer-in-backward --offload-optimizer nvme",
+            {
+                "stage": 3, "optimizer_in_backward": True, "comm": Comm(prefetch=2),
+                "offload": Offload(optimizer="nvme", path="/a/local/disk"),
+            },
+        ),
+        (f"{CLUSTER} --gpu-mem 12GB", {"stage": 3, "precision": BF16, "comm": Comm(replicas=8, optimizer="all")}),
+        (f"{JOB} --ranks 2 --stage 1 --precision bf16", {"stage": 1, "precision": BF16}),
+        (
+            f"{JOB} --ranks 2 --align 256 --bucket-mib 1 --recompute --whole *.linear1.weight --reduce int8",
+            {
+                "stage": 3, "comm": Comm(reduce="int8"),
+                "layout": Layout(align=256, bucket_mib=1.0, recompute=True, whole=("*.linear1.weight",)),
+            },
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_the_line_is_the_call_that_was_planned(planned, words, arguments):
+    """Executed as it is printed, with a `shard` that keeps what it is given."""
+    _, line = planned(words)
+    called = []
+    package = SimpleNamespace(
+        shard=lambda *model, **how: called.append((model, how)),
+        Precision=Precision, Layout=Layout, Comm=Comm, Offload=Offload,
+    )  # fmt: skip
+    exec(f"zero = {line}", {"zeroshard": package, "torch": torch, "model": "model", "optimizer": "optimizer"})
+    assert called == [(("model", "optimizer"), arguments)]
+
+
+def test_the_line_of_a_config_reads_it(planned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    _, line = planned("--params 7B --ranks 8 --config ds.json")
+    (said,) = re.findall(r'\*\*zeroshard\.settings\("(.*)"\)', line)
+    assert zeroshard.settings(said)["stage"] == 2
+    assert planned("--params 7B --ranks 8 --prefetch 2 --config ds.json")[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            "--params 7B",
+            "Stage 3 holds 112.00 GB on one rank at rest, 1.12 times less than stage 0. --gpu h100-80 says what fits.",
+        ),
+        (
+            "--params 7B --ranks 8",
+            "Stage 3 holds 14.00 GB on each of 8 ranks at rest, 9 times less than stage 0. --gpu h100-80 says what fits.",
+        ),
+        (
+            "--params 7B --ranks 8 --gpu-mem 80GB",
+            "Stage 1 fits, the lowest that does: 52.50 of 80.00 GB on each of 8 ranks at rest, 27.50 to spare; gathered "
+            "weights and activations come on top.",
+        ),
+        (
+            "--params 7B --ranks 8 --gpu-mem 12GB",
+            "No stage fits: stage 3 takes 14.00 GB on each of 8 ranks at rest, 2.00 more than there is. What would fit: "
+            "16 ranks (7.00 GB).",
+        ),
+        (
+            "--params 7B --ranks 8 --stage 2 --offload-optimizer cpu --host-mem 10GB",
+            "Stage 2 holds 17.50 GB on the device, 10.50 GB in host memory on each of 8 ranks at rest; host memory does "
+            "not suffice.",
+        ),
+        (
+            f"{JOB} --ranks 2 --gpu-mem 1GiB",
+            "Stage 0 fits, the lowest that does: ",
+        ),
+    ],
+)
+def test_the_verdict_is_in_figures(planned, words, says):
+    if "B" in words and "--params" in words:
+        words += " --preset zeroshard"
+    verdict, line = planned(words)
+    assert verdict.startswith(says)
+    assert bool(line) is ("not suffice" not in says and "No stage" not in says)
+
+
+def test_what_no_line_can_say_has_none(planned):
+    """Another system's bytes, and experts, whose mesh is the program's."""
+    for words in ("--preset megatron-fp16", "--bytes parameters=1,gradients=1", "--optimizer adamw-24bit-master"):
+        assert planned(f"--params 7B {words}")[1] == ""

@@ -10,14 +10,15 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from zeroshard import Zero
 from zeroshard.engine import accumulator, sums
 
-FOLD, AVERAGE, SEND = sums.fold, accumulator.average_, sums.Sums.send
+FOLD, AVERAGE, SEND, LOAD = sums.fold, accumulator.average_, sums.Sums.send, Zero.load
 calls = itertools.count()
 
 
 def undo():
-    sums.fold, accumulator.average_, sums.Sums.send = FOLD, AVERAGE, SEND
+    sums.fold, accumulator.average_, sums.Sums.send, Zero.load = FOLD, AVERAGE, SEND, LOAD
 
 
 def batch(step, index):
@@ -76,6 +77,33 @@ def average_divided_twice():
 
     accumulator.average_ = average
     return mlp()
+
+
+def sums_that_are_raced_for():
+    """What a rank adds up depends on which of two threads was first."""
+
+    def fold(total, pieces, *, start, **how):
+        return FOLD(total, [piece + os.urandom(1)[0] / 256 for piece in pieces], start=start, **how)
+
+    sums.fold = fold
+    return mlp()
+
+
+def momentum_that_is_not_resumed():
+    """A checkpoint's weights are loaded, and what the optimizer keeps of them is not."""
+    made = []
+
+    def load(zero, path, **how):
+        LOAD(zero, path, **how)
+        for state in made[-1].state.values():
+            state["momentum_buffer"].zero_()
+
+    def optimizer(parameters):
+        made.append(torch.optim.SGD(parameters, lr=0.1, momentum=0.9))
+        return made[-1]
+
+    Zero.load = load
+    return mlp(optimizer=optimizer)
 
 
 # -------------------------------------------------------------------------------------------- jobs that are special

@@ -23,8 +23,8 @@ OPTIONS = {
     "ckpt export": "dtype file-size help json overwrite",
     "ckpt import": "buffer help json optimizer tied weights",
     "explain": "element help no-open open out stage text",
-    "verify": "accumulate bucket-mib clip help hosts json offload offload-path optimizer-in-backward "
-    "optimizer-over precision ranks reduce replicas seed stage steps timeout transport",
+    "verify": "accumulate bucket-mib clip full help hosts json offload offload-path optimizer-in-backward "
+    "optimizer-over out precision ranks reduce replicas seed stage steps timeout transport",
     "doctor": "help json",
     "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
     "ranks rounds sharing size stage tokens",
@@ -70,7 +70,7 @@ def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
     [
         ("plan", "params shapes ranks stage gpu gpu-mem preset check offload", 35),
         ("train", "data stage ranks size steps out resume offload", 21),
-        ("verify", "ranks stage steps accumulate precision offload", 12),
+        ("verify", "ranks stage steps accumulate precision offload full out", 12),
         ("io-bench", "params ranks stage tokens size out offload", 9),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",

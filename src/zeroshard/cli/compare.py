@@ -2,7 +2,8 @@
 
 The plain runs are `reference.accumulate` and, for 16-bit parameters, `reference.accumulate_with_masters`, in the
 process that was asked; they leave losses and weights of every step in a folder. Each rank then runs `check_rank`: every
-configuration in the same process, each step held against that folder.
+configuration in the same process, each step held against that folder. One of them leaves such a folder itself, and a
+checkpoint, for ranks of other processes to run it again and to go on from.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from torch.utils._pytree import tree_map_only
 import zeroshard
 from zeroshard import device
 from zeroshard.cli import reference
-from zeroshard.cli.config import InputError
+from zeroshard.cli.config import InputError, one_line
+from zeroshard.cli.gates import Launch, Trial
 from zeroshard.cli.policies import policies, precision_of
 from zeroshard.cli.question import Configuration, Difference, Question
 from zeroshard.errors import Error, UserError
 from zeroshard.planner.job import Job, build
+
+CHECKPOINT = "checkpoint"  # of a recorded run, in its folder
 
 
 class Seeded:
@@ -195,35 +199,52 @@ def _precision(question: Question) -> zeroshard.Precision:
 
 
 def check_rank(folder: Path, rank: int, ranks: int) -> None:
-    """Run every configuration on one rank of `ranks` and compare it with the plain run; rank 0 writes the results."""
+    """Run one rank's part of the launch that lies in `folder`; rank 0 writes a line of results for each trial."""
     device.take_own(rank, ranks)
-    question = Question.load(folder)
-    if question.reference(ranks) == "stage 0":
-        target = question.folder_of(folder, ranks)
+    launch = Launch.load(folder)
+    for number, (name, trial) in enumerate(launch.trials):
+        question, refused, difference = Question.load(folder / name), "", None
+        try:
+            difference = _tried(question, trial, folder / name / trial.against, launch.half, (rank, ranks))
+        except InputError as error:
+            if not trial.may_refuse:
+                raise
+            refused = one_line(error.__cause__ or error)
         if rank == 0:
-            for old in target.iterdir():
-                old.unlink()
-        _run(question, question.baseline, rank, ranks, partial(_record_ranks, target))
-    for number, configuration in enumerate(question.configurations(ranks)):
-        difference = _compare(question, configuration, folder, rank, ranks)
-        if rank == 0:
-            with question.results(folder, ranks).open("a", encoding="utf-8") as file:
+            with (folder / launch.results).open("a", encoding="utf-8") as file:
                 found = None if difference is None else difference._asdict()
-                file.write(json.dumps({"number": number, "difference": found}) + "\n")
+                file.write(json.dumps({"number": number, "difference": found, "refused": refused}) + "\n")
+
+
+def _tried(question: Question, trial: Trial, target: Path, half: int, place: tuple[int, int]) -> Difference | None:
+    one = trial.configuration
+    if trial.kind in ("reference", "record"):
+        if place[0] == 0:
+            target.mkdir(exist_ok=True)
+            for old in target.iterdir():  # of the plain run, whose buffers ranks do not have
+                old.unlink()
+        _run(question, one, place, partial(_record_ranks, target, half if trial.kind == "record" else 0))
+        return None
+    begun = target / CHECKPOINT if trial.kind == "resumed" else None
+    return _compare(question, one, target, place, half if begun else 0, begun)
 
 
 def _compare(
-    question: Question, configuration: Configuration, folder: Path, rank: int, ranks: int
+    question: Question,
+    configuration: Configuration,
+    target: Path,
+    place: tuple[int, int],
+    first_step: int = 0,
+    begun: Path | None = None,
 ) -> Difference | None:
     """Run once with a look at all weights after every step, and once without if messages overlap.
 
     Gathering the weights waits for whatever is still under way, so an error that only overlap shows could hide.
     """
-    target = question.folder_of(folder, configuration.plain)
     found = None
     for every_step in (True, False) if configuration.overlap else (True,):
-        comparison = Comparison(target, steps=question.steps, rank=rank, every_step=every_step)
-        _run(question, configuration, rank, ranks, comparison.look_sharded)
+        comparison = Comparison(target, steps=question.steps, rank=place[0], every_step=every_step)
+        _run(question, configuration, place, comparison.look_sharded, first_step, begun)
         found = found or first_of(_from_all_ranks(comparison.difference))
     return found
 
@@ -231,11 +252,12 @@ def _compare(
 def _run(
     question: Question,
     configuration: Configuration,
-    rank: int,
-    ranks: int,
+    place: tuple[int, int],
     look: Callable[[int, dict[int, Tensor], zeroshard.Zero], None],
+    first_step: int = 0,
+    begun: Path | None = None,
 ) -> None:
-    """Run the user's loop on this rank, sharded as the configuration says."""
+    """Run the user's loop on a rank, sharded as the configuration says; from a checkpoint, at its step, if `begun`."""
     seeded = Seeded(question)
     model = seeded.model
     of_this = {
@@ -253,6 +275,8 @@ def _run(
             offload=_offload(question, configuration.tier),
             **policies({**vars(question), **of_this}),
         )
+        if begun:
+            zero.load(begun)
     except UserError as error:
         raise InputError(f"{configuration}: {error}") from error  # the ranks have agreed on it: one of them says so
     reference.loop(
@@ -260,10 +284,10 @@ def _run(
         reference.as_one(optimizer),
         seeded.batch,
         seeded.loss,
-        rank,
-        ranks,
+        *place,
         configuration.accumulate,
-        steps=question.steps,
+        steps=question.steps - first_step,
+        first_step=first_step,
         clip=question.clip,
         average=True,
         after_step=lambda step: look(step, seeded.take_losses(), zero),
@@ -300,8 +324,10 @@ def _record(folder: Path, step: int, losses: dict[int, Tensor], model: nn.Module
     torch.save({"losses": losses, "weights": weights}, folder / f"{step}.pt")
 
 
-def _record_ranks(folder: Path, step: int, losses: dict[int, Tensor], zero: zeroshard.Zero) -> None:
-    """Record a step of a sharded run: rank 0 writes all ranks' losses and its weights."""
+def _record_ranks(folder: Path, half: int, step: int, losses: dict[int, Tensor], zero: zeroshard.Zero) -> None:
+    """Record a step of a sharded run: rank 0 writes all ranks' losses and its weights. After step `half`, save too."""
+    if step + 1 == half:
+        zero.save(folder / CHECKPOINT)
     everybody = {index: loss for some in _from_all_ranks(losses) for index, loss in some.items()}
     with zero.gathered():
         if zero.rank == 0:

@@ -53,6 +53,7 @@ class Configuration(NamedTuple):
     tier: str = "device"  # where all states rest
     replicas: int = 1
     over: str = "team"  # which ranks the optimizer is sharded over; "hosts": replicas are hosts, which have one copy
+    transport: Transport = "auto"
 
     def __str__(self) -> str:
         size = self.bucket if self.bucket == SMALL else f"{self.bucket} MiB"
@@ -60,14 +61,16 @@ class Configuration(NamedTuple):
         copies = "" if self.replicas == 1 else f", {self.replicas} replicas"
         copies = f", {self.replicas} hosts" if self.over == "hosts" else copies
         copies += ", optimizer over all" if self.over == "all" else ""
+        copies += "" if self.transport == "auto" else f", transport {self.transport}"
         return f"stage {self.stage}, buckets {size}, overlap {'on' if self.overlap else 'off'}{where}{copies}"
 
     @property
     def rows(self) -> dict[str, Any]:
-        """The options that say how ranks are put together."""
-        if self.over == "hosts":
-            return {"replicas": 1, "hosts": self.replicas, "optimizer_over": "team"}
-        return {"replicas": self.replicas, "hosts": 1, "optimizer_over": self.over}
+        """The options that say how ranks are put together, and how they exchange data."""
+        hosts = self.over == "hosts"
+        replicas, over = (1, "team") if hosts else (self.replicas, self.over)
+        count = self.replicas if hosts else 1
+        return {"replicas": replicas, "hosts": count, "optimizer_over": over, "transport": self.transport}
 
 
 @dataclass(frozen=True)
@@ -165,35 +168,30 @@ class Question:
         """List what `ranks` ranks run, in the order of the grid's rows; the last may be the elastic one."""
         meshes = self.meshes(ranks)
         grid = [
-            Configuration(stage, bucket, overlap, self.accumulate, ranks, replicas=count, over=over)
+            self._one(ranks, stage, count, over, bucket, overlap)
             for stage, count, over in meshes
             for bucket in self.buckets
             for overlap in (True, False)
         ]
         # In the smallest buckets asked for: then there are more buckets than a file of states has buffers.
         grid += [
-            Configuration(stage, self.buckets[-1], True, self.accumulate, ranks, tier, count, over)
+            self._one(ranks, stage, count, over, self.buckets[-1], True)._replace(tier=tier)
             for tier in self.tiers
             for stage, count, over in meshes
         ]
         most = self.elastic
         if most is not None and ranks < most and _is_power_of_two(ranks):
             more = self.accumulate * most // ranks
-            stage, count, over = max(meshes, key=lambda mesh: mesh[0])  # the first of the highest stage
-            grid.append(Configuration(stage, self.buckets[0], True, more, most, replicas=count, over=over))
+            grid.append(self.first_of(ranks)._replace(bucket=self.buckets[0], accumulate=more, plain=most))
         return grid
 
-    def rows(self) -> list[Configuration]:
-        """List the grid's rows: all configurations of any number of ranks, but for the elastic one."""
-        each = [self.configurations(ranks) for ranks in sorted(self.ranks, reverse=True)]
-        return list(
-            dict.fromkeys(
-                one._replace(plain=0)
-                for ranks, found in zip(sorted(self.ranks, reverse=True), each, strict=True)
-                for one in found
-                if one.plain == ranks
-            )
-        )
+    def first_of(self, ranks: int) -> Configuration:
+        """Return the configuration of other gates: the highest stage, with the fewest replicas or hosts."""
+        stage, count, over = max(self.meshes(ranks), key=lambda mesh: (mesh[0], -mesh[1]))
+        return self._one(ranks, stage, count, over, self.buckets[-1], True)
+
+    def _one(self, ranks: int, stage: int, count: int, over: str, bucket: str, overlap: bool) -> Configuration:
+        return Configuration(stage, bucket, overlap, self.accumulate, ranks, "device", count, over, self.transport)
 
     def masters_alone(self, configuration: Configuration) -> bool:
         """Tell whether only masters rest of sharded parameters on the device, so that nothing is split."""
@@ -213,9 +211,14 @@ class Question:
         return max(counts) if len(counts) > 1 and _is_power_of_two(self.accumulate) else None
 
     @property
+    def format(self) -> str:
+        """Name the formats that its bits are those of: "fp32", "bf16-split", "fp32 with int8 gradients"."""
+        return self.precision + " with int8 gradients" * (self.reduce == "int8")
+
+    @property
     def baseline(self) -> Configuration:
         """The configuration that others are compared with where one plain process is no reference."""
-        return Configuration(0, self.buckets[0], False, self.accumulate, 0)
+        return self._one(0, 0, 1, "team", self.buckets[0], False)
 
     def reference(self, ranks: int) -> str:
         """Name the reference: stage 0 if training changes buffers, which one process cannot share as ranks do."""

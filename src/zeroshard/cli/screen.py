@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,7 @@ from zeroshard.errors import visible
 from zeroshard.planner.timeline import TRAVELS
 
 RANKS_SHOWN = 4
+FOLD = 80
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
 
 console = Console(highlight=False)
@@ -101,6 +103,16 @@ def wrapped(text: Text, width: int, indent: int) -> None:
     for number, part in enumerate(text.divide(breaks)):
         part.rstrip()
         console.print(Text.assemble(" " * indent, part) if number else part, soft_wrap=True)
+
+
+def folded(text: str, first: str = "", rest: str | None = None, *, style: str = "") -> None:
+    """Print a sentence in lines of at most 80 columns, whatever the terminal. first, rest: what stands before lines."""
+    lines = textwrap.wrap(
+        text, FOLD, initial_indent=first, subsequent_indent=first if rest is None else rest, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    for line in lines:
+        say(f"[{style}]{escape(line)}[/{style}]" if style else escape(line))
 
 
 def opening(title: str, facts: Mapping[str, str]) -> None:

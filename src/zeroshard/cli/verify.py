@@ -1,43 +1,46 @@
-"""`zeroshard verify`: the user's job at every stage, bucket size and overlap, against the job without zeroshard.
+"""`zeroshard verify`: the four gates of the user's own job, by runs of it without zeroshard, sharded, and resumed.
 
 zeroshard verify                           the scenarios of a published text, one after the other
-zeroshard verify train:job --ranks 2,3     this process: plain runs into a temporary folder, then the grid
-  ├─ zeroshard verify-rank FOLDER (x 2)    every configuration on two ranks, one line of results-2.jsonl each
-  └─ zeroshard verify-rank FOLDER (x 3)    the same on three
+zeroshard verify train:job --ranks 2,3     this process: plain runs into a temporary folder, then each launch of ranks
+  ├─ zeroshard verify-rank FOLDER (x 2)    every configuration on two ranks, a line of results-0.jsonl each
+  ├─ zeroshard verify-rank FOLDER (x 3)    the same on three
+  └─ zeroshard verify-rank FOLDER (x 2)    one of them again, and resumed, in new processes
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import tempfile
-from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.markup import escape
-from rich.table import Table
 
-from zeroshard.cli import launch, screen
-from zeroshard.cli.config import InputError, Launch
+from zeroshard.cli import badge, gates, launch, processor, screen
+from zeroshard.cli.config import InputError, Launch, one_line
+from zeroshard.cli.gates import Plan, Trial
+from zeroshard.cli.outcomes import (
+    DIFFERENT,
+    EQUAL,
+    FAILED,
+    FAILS,
+    HOLDS,
+    NOT_RUN,
+    REFUSED,
+    UNTRIED,
+    Cell,
+    Outcome,
+    Twice,
+    outcomes,
+)
 from zeroshard.cli.question import Configuration, Difference, Question
+from zeroshard.errors import UserError
 
-WIDEST = 1000  # columns of a grid: a log wants its lines whole, and a terminal wraps them
-
-
-class Cell(NamedTuple):
-    """The result of one configuration on one number of ranks."""
-
-    ranks: int
-    configuration: Configuration
-    result: str  # equal, different, failed, or not run (something before it failed)
-    difference: Difference | None = None
-
-    @property
-    def text(self) -> str:
-        return self.difference.place if self.difference else self.result
-
+SCHEMA = 1  # of the object of --json
 
 # The tests of the article on ZeRO-1 in three layers, each with the numbers of ranks it is run on. Of its three
 # scenarios only the padding one is described; the others are its listing's own model, and a narrow one on more ranks.
@@ -48,8 +51,9 @@ SCENARIOS = (
 )
 
 
-def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_json: bool = False) -> int:
+def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_json: bool = False, out: str = "") -> int:
     """Run the article's scenarios one after the other; return 0 where all are equal. ranks: in place of their own."""
+    _check(out)
     told: list[dict[str, Any]] = []
     code = 0
     for name, job, own in SCENARIOS:
@@ -58,56 +62,137 @@ def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_js
         on = ranks or own
         copies = tuple(count for count in question.replicas if any(each % count == 0 for each in on))
         hosts = tuple(count for count in question.hosts if any(each % count == 0 for each in on))
-        failed = verify(replace(question, job=job, ranks=on, replicas=copies, hosts=hosts), as_json=as_json, told=told)
-        if failed not in (0, launch.FAILED):
+        own_question = replace(question, job=job, ranks=on, replicas=copies, hosts=hosts)
+        failed, record = judged(gates.asked(own_question), as_json=as_json)
+        if record is None:
             return failed
         code = code or failed
-        if as_json:
-            told[-1] = {"scenario": name, **told[-1]}
+        told.append({"scenario": name, **record})
+    whole = {"schema": SCHEMA, "equal": not code, "scenarios": told}
     if as_json:
-        print(json.dumps({"equal": not code, "scenarios": told}))
+        print(json.dumps(whole))
+    if out:
+        _write(out, whole, [gate for each in told for gate in each["gates"]])
     return code
 
 
-def verify(question: Question, *, as_json: bool = False, told: list[dict[str, Any]] | None = None) -> int:
-    """Run the grid and print it; return exit code 0 where every cell is equal, else 1. Raises `UserError`.
+def verify(
+    question: Question,
+    given: Collection[str] | None = None,
+    *,
+    full: bool = False,
+    as_json: bool = False,
+    out: str = "",
+) -> int:
+    """Try the gates and print their table; return exit code 0 where all that ran hold, else 1. Raises `UserError`.
 
-    told: a list that gets the object of `as_json` in place of standard output.
+    given: the options that the command line has; None, or any of `gates.SETTINGS` without `full`: every combination
+    of these, and no more. out: a folder for verify.json and the badge verify.svg.
     """
+    _check(out)
+    with tempfile.TemporaryDirectory(prefix="zeroshard-files-") as files:
+        if full or (given is not None and not gates.SETTINGS & set(given)):
+            slow = processor.slow("bf16").partition(":")[0]
+            plan = gates.everything(question, given or (), full=full, folder=files, slow=slow)
+        else:
+            plan = gates.asked(question)
+        code, record = judged(plan, as_json=as_json)
+    if record is not None:
+        if as_json:
+            print(json.dumps(record))
+        if out:
+            _write(out, record, record["gates"])
+    return code
+
+
+def judged(plan: Plan, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
+    """Run a plan and show its table, unless as_json; return the exit code and the object, None without a result."""
     if Launch.from_environment():
         raise InputError("verify starts its own ranks; run it without torchrun")
-    launch.check_ranks(max(question.ranks))  # before plain runs of as many micro-batches
+    launch.check_ranks(max(trial.ranks for trial in plan.trials))  # before plain runs of as many micro-batches
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; see launch.start_ranks
+    with tempfile.TemporaryDirectory(prefix="zeroshard-verify-") as name:
+        twice, trains = _plain(plan, Path(name))
+        cells: list[Cell] = []
+        if not any(each.difference for each in twice if each.format == plan.own.format):
+            plan.save(Path(name))
+            for number, (ranks, trials) in enumerate(plan.launches()):
+                code = _launch(plan, Path(name), number, ranks, trials, cells)
+                if code in (launch.BAD_INPUT, launch.INTERRUPTED):
+                    return code, None
+    from zeroshard.device import accelerators
+
+    found = outcomes(plan, twice, cells, "" if accelerators() else "this machine has none")
+    order = {trial: number for number, trial in enumerate(plan.trials)}
+    grid = sorted((cell for cell in cells if cell.trial in order), key=lambda cell: order[cell.trial])  # type: ignore[index]
+    said = notes(plan.own, grid, trains) if cells else _unsteady(twice)
+    code = launch.FAILED if any(outcome.result == FAILS for outcome in found) else 0
+    if not as_json:
+        _show(plan.own, found, grid, said)
+    return code, _record(plan.own, found, grid, said)
+
+
+def _plain(plan: Plan, folder: Path) -> tuple[list[Twice], bool]:
+    """Run the job without zeroshard, twice for each format and number of ranks; drop from the plan what cannot be.
+
+    Return these runs, and whether any parameter changed in the job's own.
+    """
     from zeroshard.cli import compare
 
-    with tempfile.TemporaryDirectory(prefix="zeroshard-verify-") as name:
-        folder, trains = Path(name), True
-        for ranks in question.ranks:
-            plain = compare.run_plain_twice(question, ranks, question.folder_of(folder, ranks))
-            if plain.difference:
-                return _report_the_job_itself(question, plain.difference, as_json, told)
-            question = replace(question, buffers=plain.buffers)
-            trains = trains and plain.trains
-        question.save(folder)
-        cells: list[Cell] = []
-        for ranks in question.ranks:
-            code = launch.start_ranks(["verify-rank", str(folder)], ranks)
-            if code in (launch.BAD_INPUT, launch.INTERRUPTED):
-                return code
-            cells += _read(question, folder, ranks)
-    said = notes(question, cells, trains)
-    if as_json:
-        _tell(_record(question, cells, said), told)
-    else:
-        _show(question, cells, said)
-    return launch.FAILED if any(cell.result != "equal" for cell in cells) else 0
+    twice: list[Twice] = []
+    trains = True
+    for key, counts in plan.needs().items():
+        question = plan.questions[key]
+        target, dropped = plan.folder(folder, key), False
+        for ranks in counts:
+            try:
+                plain = compare.run_plain_twice(question, ranks, target / f"plain-{ranks}")
+            except UserError as error:
+                if key == plan.own.format:
+                    raise
+                plan.untried.append((f"format {key}", one_line(error)))
+                dropped = True
+                break
+            twice.append(Twice(key, ranks, plain.difference))
+            dropped = plain.difference is not None
+            if dropped:
+                break
+            question = plan.questions[key] = replace(question, buffers=plain.buffers)
+            trains = trains and (plain.trains or key != plan.own.format)
+        if dropped and key == plan.own.format:
+            break
+        plan.trials = [
+            trial
+            for trial in plan.trials
+            if trial.format != key or not (dropped or (question.buffers and trial.configuration.plain != trial.ranks))
+        ]
+    return twice, trains
 
 
-def _tell(record: dict[str, Any], told: list[dict[str, Any]] | None) -> None:
-    if told is None:
-        print(json.dumps(record))
-    else:
-        told.append(record)
+def _launch(plan: Plan, folder: Path, number: int, ranks: int, trials: list[Trial], cells: list[Cell]) -> int:
+    """Start ranks for some trials, and add their results."""
+    needed = {trial.against for trial in trials if trial.kind in ("again", "resumed")}
+    ended = {
+        cell.trial.against for cell in cells if cell.trial and cell.trial.kind == "record" and cell.result == EQUAL
+    }
+    trials = [trial for trial in trials if trial.against in ended | {trial.against} - needed]
+    if not trials:
+        return 0
+    name = f"results-{number}.jsonl"
+    gates.Launch(name, plan.half, [(plan.folder(folder, each.format).name, each) for each in trials]).save(folder)
+    code = launch.start_ranks(["verify-rank", str(folder)], ranks)
+    path = folder / name
+    # Ranks that failed have written lines for what they finished.
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for at, trial in enumerate(trials):
+        if at < len(lines):
+            found = json.loads(lines[at])
+            difference = Difference(**found["difference"]) if found["difference"] else None
+            result = REFUSED if found["refused"] else DIFFERENT if difference else EQUAL
+            cells.append(Cell(ranks, trial.configuration, result, difference, trial, found["refused"]))
+        else:
+            cells.append(Cell(ranks, trial.configuration, FAILED if at == len(lines) else NOT_RUN, None, trial))
+    return code
 
 
 def verify_rank(folder: str) -> None:
@@ -121,29 +206,16 @@ def verify_rank(folder: str) -> None:
     launch.alone(check_rank, Path(folder), place.rank, place.ranks)
 
 
-def _read(question: Question, folder: Path, ranks: int) -> list[Cell]:
-    """Read the cells of one number of ranks. Ranks that failed have written lines for what they finished."""
-    path = question.results(folder, ranks)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    cells = []
-    for number, configuration in enumerate(question.configurations(ranks)):
-        if number < len(lines):
-            found = json.loads(lines[number])["difference"]
-            difference = Difference(**found) if found else None
-            cells.append(Cell(ranks, configuration, "different" if difference else "equal", difference))
-        else:
-            cells.append(Cell(ranks, configuration, "failed" if number == len(lines) else "not run"))
-    return cells
-
-
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
+def notes(question: Question, cells: Sequence[Cell], trains: bool) -> list[str]:
     """List notes: what each cell was compared with, and what to know before believing it."""
     said = []
     alone = "plain PyTorch in one process, the same micro-batches one after the other"
     alone += ", each one's gradient rounded alike" * (question.reduce == "int8")
+    if len({cell.trial.format for cell in cells if cell.trial}) > 1:
+        alone += "; for each format in that format"
     if question.buffers and max(question.ranks) > 1:
         names = ", ".join(question.buffers[:3]) + (", ..." if len(question.buffers) > 3 else "")
         said.append(
@@ -164,7 +236,7 @@ def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
     if not trains:
         said.append("no parameter changed in all these steps: equal bits say little about gradients here")
     for ranks in question.ranks:
-        found = [cell.difference for cell in cells if cell.ranks == ranks]
+        found = [cell.difference for cell in cells if cell.ranks == ranks and cell.result != REFUSED]
         if ranks > 1 and found and all(each and each.step == 1 and each.element is None for each in found):
             said.append(
                 f"at {ranks} ranks every loss differs before the first update: the job's model, batch or loss seems to "
@@ -173,40 +245,64 @@ def notes(question: Question, cells: list[Cell], trains: bool) -> list[str]:
     return said
 
 
-def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
+def _unsteady(twice: Sequence[Twice]) -> list[str]:
+    """Say that two plain runs differ, so that no comparison with a third would mean anything."""
+    difference = next(each.difference for each in twice if each.difference)
+    place = difference.place.rpartition(", rank")[0]  # there is only one process
+    return [
+        f"the job does not repeat itself: two runs without zeroshard differ at {place}: {difference.values}; "
+        f"make model, batch and loss depend on nothing but (step, index) and the generators of torch, numpy and random"
+    ]
+
+
+COLOURS = {HOLDS: "green", FAILS: "bold red", UNTRIED: "yellow"}
+
+
+def _show(question: Question, found: Sequence[Outcome], cells: Sequence[Cell], said: Sequence[str]) -> None:
     steps, batches = screen.many(question.steps, "step"), screen.many(question.accumulate, "micro-batch", "es")
     counted = f"{steps} of {batches} per rank, {question.precision}"
     counted += ", gradients sent in 8 bits" * (question.reduce == "int8")
     clip = "" if question.clip is None else f", clipped at {question.clip}"
     early = ", the optimizer in backward" if question.optimizer_in_backward else ""
     screen.say(f"\n[bold]{escape(question.job)}[/bold]: {counted}{clip}{early}\n")
-    columns = [screen.ranks_text(ranks) for ranks in question.ranks]
-    tiers = ["tier"] if question.tiers else []
-    rows = {configuration.over for configuration in question.rows()}
-    copies = ["replicas"] if question.replicas != (1,) or question.hosts != (1,) else []
-    over = ["optimizer over"] if rows != {"team"} else []
-    table = Table(
-        *copies, *over, "stage", "bucket MiB", "overlap", *tiers, *columns, box=None, pad_edge=False, header_style="dim"
-    )
-    found = {(cell.ranks, cell.configuration._replace(plain=0)): cell for cell in cells}
-    for configuration in question.rows():
-        stage, bucket, overlap = configuration[:3]
-        rests = [configuration.tier] if question.tiers else []
-        count = [str(configuration.replicas)] if copies else []
-        count += [configuration.over] if over else []
-        row = [found.get((ranks, configuration)) for ranks in question.ranks]
-        cells_text = [_cell_text(cell) if cell else "" for cell in row]
-        table.add_row(*count, str(stage), bucket, "on" if overlap else "off", *rests, *cells_text)
-    elastic = {cell.ranks: cell for cell in cells if cell.configuration.plain != cell.ranks}
-    if elastic and question.elastic:
-        row_text = [_cell_text(elastic[ranks]) if ranks in elastic else "" for ranks in question.ranks]
-        row_text[question.ranks.index(question.elastic)] = "[dim]the reference[/dim]"
-        table.add_section()
-        table.add_row(*[""] * len(copies + over), "elastic", "", "", *([""] if question.tiers else []), *row_text)
-    screen.console.print(table, width=WIDEST, crop=False, no_wrap=True)
+    screen.say(f"[dim]   {'gate':<33}{'result':<11}equal runs[/dim]")
+    for number, outcome in enumerate(found, start=1):
+        result = f"[{COLOURS[outcome.result]}]{outcome.result:<11}[/{COLOURS[outcome.result]}]"
+        count = f"{outcome.held} of {len(outcome.runs)}" if outcome.runs else ""
+        screen.say(f"{number}  {outcome.gate.name:<33}{result}{count}".rstrip())
+        for line in outcome.tried:
+            screen.folded(line, "     ")
+        for axis, values in outcome.axes.items():
+            screen.folded(f"{axis:<16}" + _values(values), "     ", " " * 21)
+    untried = [(outcome, *each) for outcome in found for each in outcome.untried]
+    if untried:
+        screen.say("\n[dim]   not tried[/dim]")
+    for outcome, what, why in untried:
+        screen.folded(f"{found.index(outcome) + 1}  {what}: {why}", "", "     ")
     screen.say("")
     for note in said:
-        screen.say(f"[dim]{escape(note)}[/dim]")
+        screen.folded(note, style="dim")
+    _show_differences(found, cells)
+    failed = [outcome.gate.name for outcome in found if outcome.result == FAILS]
+    held = sum(outcome.result == HOLDS for outcome in found)
+    if failed:
+        screen.folded(f"{len(failed)} of {len(found)} gates fail: {', '.join(failed)}", style="bold red")
+    elif held == len(found):
+        runs = sum(len(outcome.runs) for outcome in found)
+        screen.say(f"[bold green]all {held} gates hold: {runs} runs are equal, bit for bit[/bold green]")
+    else:
+        screen.say(f"[bold yellow]{held} of {len(found)} gates hold, and the others were not tried[/bold yellow]")
+
+
+def _values(counts: Mapping[str, list[int]]) -> str:
+    """List an axis's values; beside one of several that some run failed with, how many did not."""
+    return ", ".join(
+        value if equal == runs or len(counts) == 1 else f"{value} ({equal} of {runs} equal)"
+        for value, (equal, runs) in counts.items()
+    )
+
+
+def _show_differences(found: Sequence[Outcome], cells: Sequence[Cell]) -> None:
     alike: dict[tuple[int, Difference], list[Configuration]] = {}
     for cell in cells:
         if cell.difference:
@@ -214,49 +310,78 @@ def _show(question: Question, cells: list[Cell], said: list[str]) -> None:
     for (ranks, difference), configurations in alike.items():
         more = f" (and {len(configurations) - 1} more)" if len(configurations) > 1 else ""
         where = f"{screen.ranks_text(ranks)}, {configurations[0]}{more}"
-        screen.say(escape(f"{where}: {difference.place}: {difference.values}"))
-    counts = Counter(cell.result for cell in cells)
-    if set(counts) == {"equal"}:
-        screen.say(f"[bold green]all {len(cells)} are equal, bit for bit[/bold green]")
-    else:
-        screen.say("[bold red]" + ", ".join(f"{count} {result}" for result, count in counts.items()) + "[/bold red]")
+        screen.folded(f"{where}: {difference.place}: {difference.values}", "", "   ")
+    for outcome in (found[0], found[2]):
+        for run in outcome.runs:
+            if run.difference and outcome.untried[:1] != [("all of it", "two runs without zeroshard differ")]:
+                screen.folded(
+                    f"{outcome.gate.name}: {run.what}: {run.difference.place}: {run.difference.values}", "", "   "
+                )
+    counts = {result: sum(cell.result == result for cell in cells) for result in (FAILED, NOT_RUN)}
+    if any(counts.values()):
+        screen.say(", ".join(f"{count} {result}" for result, count in counts.items() if count))
 
 
-def _cell_text(cell: Cell) -> str:
-    return f"[green]{cell.text}[/green]" if cell.result == "equal" else f"[red]{escape(cell.text)}[/red]"
+# --- what is written ------------------------------------------------------------------------------------------------
 
 
-def _report_the_job_itself(
-    question: Question, difference: Difference, as_json: bool, told: list[dict[str, Any]] | None
-) -> int:
-    """Report that two plain runs differ, so that no comparison with a third would mean anything."""
-    place = difference.place.rpartition(", rank")[0]  # there is only one process
-    note = (
-        f"the job does not repeat itself: two runs without zeroshard differ at {place}: {difference.values}; "
-        f"make model, batch and loss depend on nothing but (step, index) and the generators of torch, numpy and random"
-    )
-    if as_json:
-        _tell(_record(question, [], [note]), told)
-    else:
-        screen.say(escape(note))
-    return launch.FAILED
-
-
-def _record(question: Question, cells: list[Cell], said: list[str]) -> dict[str, Any]:
+def _record(question: Question, found: Sequence[Outcome], cells: Sequence[Cell], said: Sequence[str]) -> dict[str, Any]:
     """Make the one object of `--json`."""
     return {
+        "schema": SCHEMA,
         "job": question.job,
-        "equal": bool(cells) and all(cell.result == "equal" for cell in cells),
+        "equal": bool(cells) and all(outcome.result != FAILS for outcome in found),
+        "gates": [outcome.record() for outcome in found],
+        "environment": _environment(),
         "settings": asdict(question),
-        "notes": said,
+        "notes": list(said),
         "results": [
             {
                 "ranks": cell.ranks,
+                "format": cell.trial.format if cell.trial else question.format,
                 "reference": question.reference(cell.ranks),
                 **{k: v for k, v in cell.configuration._asdict().items() if k != "plain"},
                 "result": cell.result,
                 "difference": None if cell.difference is None else cell.difference._asdict(),
+                "why": cell.why,
             }
             for cell in cells
         ],
     }
+
+
+def _environment() -> dict[str, Any]:
+    """Tell what gate 1 calls a fixed environment."""
+    import torch
+
+    import zeroshard
+    from zeroshard import device
+
+    return {
+        "zeroshard": zeroshard.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": processor.kind(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "threads": int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()),
+        "devices": [device.describe(each) for each in device.accelerators()],
+    }
+
+
+def _check(out: str) -> None:
+    """Make the folder of --out, before anything runs."""
+    try:
+        if out:
+            Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out: no folder can be made at {out}: {error.strerror}") from error
+
+
+def _write(out: str, record: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
+    """Write the record and the badge. found: objects of gates."""
+    texts = {"verify.json": json.dumps(record, indent=1) + "\n", "verify.svg": badge.of_gates(found)}
+    for name, text in texts.items():
+        try:
+            (Path(out) / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"--out: {Path(out) / name} cannot be written: {error.strerror}") from error

@@ -71,6 +71,10 @@ class Grid:
     timeout: Annotated[float, option(GRID, "Seconds after which a silent rank is an error.")] = 300.0
     offload: Annotated[str, unset(COMMON, "Compare with all states in these tiers too: cpu,nvme.", "TIERS")] = ""
     offload_path: OffloadPath = ""
+    full: Annotated[
+        bool, option(COMMON, "1 to 8 ranks, and every combination of all settings that are not named.", "--full")
+    ] = False
+    out: Annotated[str, unset(COMMON, "Write verify.json and the badge verify.svg there.", "FOLDER")] = ""
     as_json: AsJson = False
 
 
@@ -113,7 +117,12 @@ def verify(
     ] = None,
     **options: Any,
 ) -> None:
-    """Run your own model, optimizer and batches at every stage and compare every bit.
+    """Try four gates on your own model, optimizer and batches, and compare every bit.
+
+      1  fixed-environment repeatability   the same run twice
+      2  baseline equivalence              sharded, and one process without
+      3  restart replay                    resumed, and never stopped
+      4  configuration independence        ranks, stages, tiers, transports ...
 
     MODULE:FUNCTION names a function that returns a dict:
 
@@ -125,11 +134,13 @@ def verify(
     Or a Trainer of Hugging Face's, or a LightningModule, alone or with its loader: model, optimizer and loss are its
     own.
 
-    The reference has no zeroshard in it: one process that runs the same micro-batches one after the other. Then each
-    stage, bucket size, and overlap on and off run on local ranks, and with --offload each stage with its states in host
-    memory and in files. Losses and all parameters are compared with == after every step. Each cell of the grid says
-    "equal", or the first step, parameter, element and rank that differ. Fewer ranks with more micro-batches are
-    compared too, where two of the numbers of ranks are powers of two.
+    The reference has no zeroshard in it: one process that runs the same micro-batches one after the other, in the same
+    format. Losses and all parameters are compared with == after every step, and the first step, parameter, element and
+    rank that differ are named.
+
+    Without options that name settings, gate 4 takes 1 to 4 ranks and any two values of two settings together; with
+    --full 1 to 8 ranks and all combinations. Where some are named, it takes all combinations of these and no others.
+    What was not tried is listed, with the reason.
 
     Every rank holds the whole model while it is compared, and the temporary folder takes a copy of it per step and
     number of ranks.
@@ -138,7 +149,7 @@ def verify(
     the same on all ranks. It runs them on 2 ranks, on more, and with parameters that the ranks do not divide, at every
     stage.
 
-    Exit code 0: all equal. 1: something differs. 2: the input cannot be used.
+    Exit code 0: all gates that ran hold. 1: one fails. 2: the input cannot be used.
     """
     from zeroshard.cli.question import Question, bucket_sizes, whole_numbers, words
     from zeroshard.cli.verify import verify as run_verify
@@ -147,7 +158,9 @@ def verify(
     given = {name for name in options if (how := context.get_parameter_source(name)) and how.name != "DEFAULT"}
     if job is None and "precision" not in given:
         options["precision"] = "bf16"
-    as_json = options.pop("as_json")
+    as_json, full, out = (options.pop(name) for name in ("as_json", "full", "out"))
+    if job is None and full:
+        raise InputError("--full is of a job of yours: zeroshard verify MODULE:FUNCTION --full")
     question = Question(
         job=job or "",
         ranks=whole_numbers("--ranks", options.pop("ranks")),
@@ -161,8 +174,8 @@ def verify(
     )
     if job is None:
         own = question.ranks if "ranks" in given else None
-        raise typer.Exit(verify_scenarios(question, ranks=own, as_json=as_json))
-    raise typer.Exit(run_verify(question, as_json=as_json))
+        raise typer.Exit(verify_scenarios(question, ranks=own, as_json=as_json, out=out))
+    raise typer.Exit(run_verify(question, given, full=full, as_json=as_json, out=out))
 
 
 @takes()

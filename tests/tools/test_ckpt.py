@@ -69,7 +69,60 @@ def test_inspect_says_what_is_in_it_and_what_wrote_it(ranks, tmp_path, command):
     code, out, _ = command("ckpt", "inspect", tmp_path / "a")
     assert code == 0
     assert "by 2 ranks at stage 2" in out and f"{found['numel']:,} parameters in {len(shapes)} tensors" in out
+    out = command("ckpt", "inspect", tmp_path / "a", tied["name"])[1]
     assert re.search(rf"{' = '.join(tied['names'])} .* BF16 +F32 +F32 +F32 +F32, one", out)
+
+
+def deep(path, blocks=9):
+    """Save a model of 38 parameters and 9 buffers, most of them in equal blocks, without a step."""
+    block = [
+        torch.nn.ModuleDict({"attn": torch.nn.Linear(4, 4), "norm": torch.nn.BatchNorm1d(4)}) for _ in range(blocks)
+    ]
+    model = torch.nn.ModuleDict({"embed": torch.nn.Linear(2, 4), "blocks": torch.nn.ModuleList(block)})
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
+    zero.save(path)
+
+
+def rows(shown, title):
+    """The cells of one table of a command's output."""
+    return [line.split() for line in shown.partition(f"{title}\n")[2].partition("\n\n")[0].splitlines()[1:]]
+
+
+def test_inspect_shows_many_tensors_as_a_tree_and_those_of_a_prefix(tmp_path, command, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    deep("saved")
+    what, code_out = "Parameters and what the optimizer keeps", command("ckpt", "inspect", "saved")
+    assert code_out[0] == 0
+    assert [row for row in rows(code_out[1], what) if len(row) == 4] == [
+        ["blocks.*", "36", "252", "1,008"],
+        ["blocks.*.attn", "18", "180", "720"],
+        ["blocks.*.attn.bias", "9", "36", "144"],
+        ["blocks.*.attn.weight", "9", "144", "576"],
+        ["blocks.*.norm", "18", "72", "288"],
+        ["blocks.*.norm.bias", "9", "36", "144"],
+        ["blocks.*.norm.weight", "9", "36", "144"],
+        ["embed", "2", "12", "48"],
+        ["embed.bias", "1", "4", "16"],
+        ["embed.weight", "1", "8", "32"],
+    ]
+    assert ["blocks.*.norm.num_batches_tracked", "9", "9", "72"] in rows(code_out[1], "Buffers")
+    for prefix, names in {
+        "embed": ["embed.bias", "embed.weight"],
+        "blocks.1.attn.": ["blocks.1.attn.bias", "blocks.1.attn.weight"],
+        "blocks.*.norm.bias": [f"blocks.{number}.norm.bias" for number in range(9)],
+    }.items():
+        code, out, _ = command("ckpt", "inspect", "saved", prefix)
+        assert (code, [row[0] for row in rows(out, what)]) == (0, names)
+        assert "Optimizer 0" not in out
+        found = json.loads(command("ckpt", "inspect", "saved", prefix, "--json")[1])
+        assert ([each["name"] for each in found["parameters"]], found["prefix"]) == (names, prefix)
+    code, out, error = command("ckpt", "inspect", "saved", "block")
+    assert (code, out) == (2, "")
+    assert error.startswith("zeroshard: saved: no tensor's name begins with 'block'; instead: blocks.*, ")
+    code, _, error = command("ckpt", "inspect", ".", "embed")
+    assert (code, error.partition(": ")[2]) == (
+        2, ".: a folder of checkpoints, and 'embed' is about one; instead: one of saved\n"
+    )  # fmt: skip
 
 
 def test_inspect_lists_a_folder_of_checkpoints(tmp_path, command):

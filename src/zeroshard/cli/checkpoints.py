@@ -16,6 +16,7 @@ from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, by_number, numel
 from zeroshard.checkpoint.staging import under_way
 from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
+from zeroshard.cli.prefixes import SCREEN, Sums, only, table_of
 from zeroshard.errors import CheckpointError, check_local
 from zeroshard.hashing import digest
 
@@ -42,10 +43,13 @@ def _rank_files(folder: Path) -> list[Path]:
 # --- inspect --------------------------------------------------------------------------------------------------------
 
 
-def inspect(path: str, *, as_json: bool) -> None:
-    """Print what a checkpoint holds, or the list of checkpoints in a folder of several."""
+def inspect(path: str, prefix: str | None = None, *, as_json: bool) -> None:
+    """Print what a checkpoint holds, of it all or below a prefix, or the list of checkpoints in a folder of several."""
     folder = Path(path)
     if folder.is_dir() and not (folder / MANIFEST).exists() and (found := list(_inside(folder))):
+        if prefix is not None:
+            names = ", ".join(str(folder / row["name"]) for row in found)
+            raise InputError(f"{path}: a folder of checkpoints, and {prefix!r} is about one; instead: one of {names}")
         if as_json:
             print(json.dumps({"path": path, "checkpoints": found}, indent=2))
         else:
@@ -53,6 +57,8 @@ def inspect(path: str, *, as_json: bool) -> None:
         return
     with open_checkpoint(path) as saved:
         facts = {"path": path, **describe(saved)}
+    if prefix is not None:
+        facts = only(facts, prefix)
     if as_json:
         print(json.dumps(facts, indent=2))
     else:
@@ -139,21 +145,46 @@ def _show(told: dict[str, Any]) -> None:
             "takes": f"{facts['nbytes']:,} bytes in {screen.many(len(facts['files']), 'file')}",
         },
     )
+    whole = "prefix" not in facts
+    if parameters:
+        _show_parameters(parameters, as_tree=whole and len(parameters) > SCREEN)
+    if facts["buffers"]:
+        _show_buffers(facts["buffers"], as_tree=whole and len(facts["buffers"]) > SCREEN)
+    if whole:
+        if max(len(parameters), len(facts["buffers"])) > SCREEN:
+            screen.say(f"  [dim]zeroshard ckpt inspect {escape(facts['path'])} NAME lists the tensors of a name[/dim]")
+        _show_beside(facts)
+
+
+def _show_parameters(parameters: Sequence[dict[str, Any]], *, as_tree: bool) -> None:
+    title = "Parameters and what the optimizer keeps"
+    sizes = [sum(told["nbytes"] for told in each["states"].values() if isinstance(told, dict)) for each in parameters]
+    if as_tree:
+        held = zip(parameters, sizes, strict=True)
+        screen.wide(table_of(title, {each["name"]: Sums(1, numel(each["shape"]), nbytes) for each, nbytes in held}))
+        return
     states = list(dict.fromkeys(state for each in parameters for state in each["states"]))
-    table = screen.new_table(
-        "Parameters and what the optimizer keeps", "name", "shape", "dtype", *map(escape, states), "bytes"
-    )
-    for each in parameters:
+    table = screen.new_table(title, "name", "shape", "dtype", *map(escape, states), "bytes")
+    for each, nbytes in zip(parameters, sizes, strict=True):
         cells = [_cell(each["states"][state]) if state in each["states"] else "" for state in states]
-        nbytes = sum(told["nbytes"] for told in each["states"].values() if isinstance(told, dict))
         name = " = ".join(each["names"])
         table.add_row(escape(name), _shape(each["shape"]), each["dtype"], *cells, f"{nbytes:,}")
     screen.wide(table)
-    if facts["buffers"]:
-        table = screen.new_table("Buffers", "name", "shape", "dtype", "bytes")
-        for each in facts["buffers"]:
-            table.add_row(escape(each["name"]), _shape(each["shape"]), each["dtype"], f"{each['nbytes']:,}")
-        screen.wide(table)
+
+
+def _show_buffers(buffers: Sequence[dict[str, Any]], *, as_tree: bool) -> None:
+    if as_tree:
+        held = {each["name"]: Sums(1, numel(each["shape"]), each["nbytes"]) for each in buffers}
+        screen.wide(table_of("Buffers", held))
+        return
+    table = screen.new_table("Buffers", "name", "shape", "dtype", "bytes")
+    for each in buffers:
+        table.add_row(escape(each["name"]), _shape(each["shape"]), each["dtype"], f"{each['nbytes']:,}")
+    screen.wide(table)
+
+
+def _show_beside(facts: dict[str, Any]) -> None:
+    """Print what is beside the tensors: the optimizers' options, and what was saved along."""
     for number, told in enumerate(facts["optimizers"]):
         table = screen.new_table(f"Optimizer {number}: {told['class']}", "group", "parameters", "what")
         for at, group in enumerate(told["groups"]):

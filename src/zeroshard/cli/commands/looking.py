@@ -237,15 +237,25 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @takes()
 def inspect_checkpoint(
     path: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of several.")],
+    prefix: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="PREFIX",
+            help='Only tensors whose names begin so: blocks.3, or "blocks.*.attn".',
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what is in a checkpoint and what wrote it, or which checkpoints a folder has: whole, damaged or left over.
+
+    Of more than 24 tensors it shows the tree of their names, with counts and bytes; with PREFIX the tensors below it.
 
     Reads manifests and sizes only; `zeroshard ckpt verify` reads every byte.
     """
     from zeroshard.cli.checkpoints import inspect
 
-    inspect(path, as_json=as_json)
+    inspect(path, prefix, as_json=as_json)
 
 
 @ckpt.command("verify", cls=Command)

@@ -302,6 +302,23 @@ def test_the_arrows_step_and_pause_holds(opened):
 
 
 @pytest.mark.full
+def test_the_space_bar_plays_and_pauses(opened):
+    """On the page, and not where it types or presses something else."""
+    page = opened("walkthroughs", "#transformer?stage=3", reduced=True)
+    page.keyboard.press("Space")
+    page.get_by_label("Pause").wait_for()
+    page.keyboard.press("Space")
+    page.get_by_label("Play").wait_for()
+    page.locator('[data-block="loss"]').focus()
+    page.keyboard.press("Space")
+    assert page.locator('[data-block="loss"]').get_attribute("aria-expanded") == "true"
+    assert page.get_by_label("Play").is_visible()
+    page.get_by_label("Frame of the step").focus()
+    page.keyboard.press("Space")
+    assert page.get_by_label("Play").is_visible()
+
+
+@pytest.mark.full
 def test_a_frame_tells_what_changed_and_what_was_held_in_between(opened):
     """Two changes at once are named, and a peak that no frame ends at."""
     page = opened("walkthroughs", f"{TEXTS}&stage=3", reduced=True)
@@ -589,21 +606,12 @@ def test_every_number_of_the_texts_is_on_the_page(opened, walk):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("view", "key"),
-    [("overview", "overview"), ("transformer", "transformer"), ("weights", "four"), ("layers", "layers")],
-)
-def test_a_marker_opens_where_a_text_differs(opened, walk, view, key):
-    """Nothing of it is seen before; the markers of a view have all its corrections between them."""
-    page = opened("walkthroughs", f"#{view}")
-    assert page.locator(".notes").count() > 0 and not page.locator(".notes:visible").count()
-    seen = []
-    for marker in page.locator(".marker").all():
-        marker.click()
-        seen += page.locator(".notes:popover-open blockquote p + p").all_inner_texts()
-        page.keyboard.press("Escape")
-    known = [each["right"] for each in walk[key]["corrections"] if each["at"] != "calculator"]
-    assert sorted(seen) == sorted(" ".join(each.split()) for each in known)
+def test_the_texts_are_checked_in_a_view_of_their_own(opened):
+    """No other view says where a published text differs; the first one says where to look."""
+    for view in ("overview", "transformer", "weights", "layers", "runs", "calculator"):
+        page = opened("walkthroughs", f"#{view}")
+        assert "differ here" not in page.content() and "differs here" not in page.content()
+    assert "“Check the texts”" in opened("walkthroughs", "#overview").locator("main").inner_text()
 
 
 @pytest.mark.full
@@ -824,6 +832,10 @@ def test_the_step_that_is_shown_first(opened, walk):
             assert strips[f"{rank} {state}"] == halves[rank::2], state
     beats(page, "gather:forward:2")
     assert page.locator(".delta").all_inner_texts() == ["+64"] * 4
+    flies = page.locator("[data-flies]").all_inner_texts()
+    assert flies == ["\N{DOWNWARDS ARROW} 64 B", "\N{UPWARDS ARROW} 64 B"]
+    lane = page.locator("[data-lane] [role=img]").get_attribute("aria-label")
+    assert lane == "rank 0 sends 64 bytes to rank 1, rank 1 sends 64 bytes to rank 0"
     page.get_by_label("one cut", exact=True).check()
     beats(page, "gather:forward:2")
     assert page.locator(".delta").all_inner_texts() == ["", "", "", ""]  # the chapter's end: it is gathered before

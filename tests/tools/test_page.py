@@ -382,6 +382,8 @@ def test_memory_of_the_stages_on_one_axis(opened, walk):
         labels = {f"stage {stage}: {nbytes:,}" for stage, nbytes in enumerate(peaks)}
         assert {" ".join(each.split()) for each in drawn[1:]} == labels
     assert peaks[2] > peaks[1]
+    gigabytes = page.locator("svg .large").all_text_contents()
+    assert page.locator("[data-large]").count() == 4 and gigabytes[1:] == ["112", "38.5", "26.25", "14"]
 
 
 @pytest.mark.full

@@ -21,7 +21,7 @@ Parts = tuple[str, ...]
 
 
 class Sums(NamedTuple):
-    """What is under one prefix."""
+    """The tensors under one prefix."""
 
     tensors: int = 0
     numel: int = 0

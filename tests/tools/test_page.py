@@ -847,6 +847,34 @@ def test_the_step_that_is_shown_first(opened, walk):
 
 
 @pytest.mark.full
+def test_ten_stops_come_before_free_play(opened):
+    """Each stop is at its stage and frame, with one question per stage; free play goes on from the same frame."""
+    page = opened("walkthroughs", "#transformer", reduced=True)
+    assert page.get_by_label("stage 3", exact=True).count() == 0
+    asked = 0
+    for number in range(1, 11):
+        tour = page.locator(f'[data-stop="{number}"]')
+        tour.wait_for()
+        if tour.locator(".options").count():
+            asked += 1
+            for option in tour.locator(".options button").all():
+                option.click()
+                right = "right" in option.get_attribute("class")
+                assert tour.locator("[data-verdict]").inner_text().startswith("Yes." if right else "No: ")
+        if number < 10:
+            page.get_by_role("button", name="Next stop").click()
+    assert asked == 4 and page.locator("[data-rank]").count() == 8
+    page.get_by_role("button", name="Stop before").click()
+    frame = page.locator("[data-beat]").get_attribute("data-beat")
+    assert frame == "release:forward:2"
+    page.get_by_role("button", name="Free play").click()
+    assert page.get_by_label("stage 3", exact=True).is_checked()
+    assert page.locator("[data-beat]").get_attribute("data-beat") == frame
+    page.get_by_role("button", name="Ten guided stops").click()
+    page.wait_for_selector('[data-stop="1"]')
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("cut", ["layers", "model"])
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_more_ranks_play(opened, walk, ranks, cut):
@@ -1163,6 +1191,8 @@ VIEWS = [
     for view in (
         "overview",
         "transformer",
+        "transformer?stop=5",
+        "transformer?ranks=8&stage=3&beat=5",
         "transformer?all=true&beat=9",
         "weights",
         "layers",

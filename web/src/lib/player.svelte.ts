@@ -46,6 +46,13 @@ export class Player {
     this.#begin();
   }
 
+  /** Stops, with what flew where it belongs. */
+  still(): void {
+    cancelAnimationFrame(this.#frame);
+    this.playing = false;
+    this.progress = 1;
+  }
+
   pause(): void {
     this.playing = false;
   }

@@ -904,6 +904,18 @@ def test_the_main_figure_fits_one_screen(opened):
 
 
 @pytest.mark.full
+def test_on_a_phone_the_drawing_and_its_rows_are_on_one_screen(opened):
+    """From the controls, which stick to the top, to the last row of rank 1."""
+    page = opened("walkthroughs", "#transformer?stage=3&beat=5", width=390)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.evaluate("() => scrollBy(0, document.querySelector('.walk').getBoundingClientRect().top)")
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(done))")
+    bar = page.locator(".walk").bounding_box()
+    model, last = (page.locator(each).bounding_box() for each in ("[data-model]", '[data-strip="1 exp_avg_sq"]'))
+    assert bar["y"] + bar["height"] <= model["y"] and last["y"] + last["height"] <= 844
+
+
+@pytest.mark.full
 def test_one_path_leads_through_the_page(opened):
     """Each view ends with a question, answered when it has been guessed, and a link to the next."""
     page = opened("walkthroughs", "#overview")

@@ -39,7 +39,7 @@ PUBLIC = [
     "shard",
     "world",
 ]
-TESTING = ["RankFailure", "assert_same_bits"]  # of zeroshard.testing
+TESTING = ["Recorded", "assert_same_bits"]  # of zeroshard.testing
 NOT_LAYERS = {"__init__.py", "__main__.py"}
 OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import
 

@@ -245,8 +245,9 @@ def test_what_cannot_be_is_refused_by_name(mark, argument, says):
 
 def test_the_tests_of_the_page_pass(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
-    ran, reports = run(tmp_path, "\n".join(re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)))
-    assert ran.returncode == 0 and len(reports) == 9
+    snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    ran, reports = run(tmp_path, "\n".join(snippets), "--ranks-record")
+    assert ran.returncode == 0 and len(reports) == 10
 
 
 TENSOR = torch.tensor([[1.0, -0.0, float("nan")], [4.0, 5.0, 6.0]])
@@ -339,6 +340,69 @@ def test_logs_of_runs_are_compared_as_the_command_does(tmp_path):
         assert_same_bits(run, logged(tmp_path / "c", factor=2.0))
     with pytest.raises(AssertionError, match="the runs have 2 and 1 steps"):
         assert_same_bits(run, logged(tmp_path / "d", steps=1))
+
+
+RECORDED = """
+import pytest
+import torch
+import zeroshard
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.ranks(2)
+def test_it(recorded, stage):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    with recorded.log(model, optimizer, zero=zero) as log:
+        for step in range(2):
+            loss = model(torch.full((4, 3), 0.5 + step + zero.rank)).square().mean()
+            loss.backward()
+            log.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+
+def test_without_a_log(recorded):
+    pass
+"""
+
+
+def test_a_bit_that_moved_fails_a_test_until_its_log_is_written_anew(tmp_path):
+    name, folder = "test_it[ranks2-3]", tmp_path / "recorded" / "test_it"
+    changed = RECORDED.replace("lr=0.1", "lr=0.10000002")
+
+    def outcomes(text, *options):
+        _, reports = run(tmp_path, text, *options)
+        assert "the test takes the fixture 'recorded', and logs nothing" in reports["test_without_a_log"]["says"]
+        return reports[name]["outcome"], reports[name]["says"]
+
+    outcome, says = outcomes(RECORDED)
+    assert outcome == "failed" and "no log is recorded in recorded/test_it/test_it-ranks2-3" in says
+    assert outcomes(RECORDED, "--ranks-record") == ("passed", "")
+    kept = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    files = {"machine.json", "rank00000.jsonl", "rank00001.jsonl"}
+    assert {str(path) for path in kept} == {f"test_it-ranks2-{stage}/{file}" for stage in (0, 3) for file in files}
+    machine = folder / "test_it-ranks2-3" / "machine.json"
+    machine.write_text(machine.read_text().replace(torch.__version__, "1.0"))
+    assert outcomes(RECORDED) == ("passed", "")  # where the bits are the same, it does not matter on what they were
+    outcome, says = outcomes(changed)
+    assert (
+        outcome == "failed"
+        and "Traceback" not in says
+        and "hidden" not in says
+        and "a bit moved: the runs part at step 1, weights: " in says
+    )
+    assert re.search(r"element \d+: .*\(0x.*\) and .*\(0x.*\), \d+ ULPs? apart", says)
+    assert "recorded with {'torch': '1.0'" in says and "pytest --ranks-record writes it anew" in says
+    assert outcomes(changed, "--ranks-record") == ("passed", "")
+    assert outcomes(RECORDED)[0] == "failed"
+
+
+def test_each_test_keeps_its_log_in_a_folder_of_its_own():
+    from zeroshard.testing.recorded import folder_of
+
+    ids = ["t.py::test_a[b]", "t.py::A::test_a[b]", "t.py::test_a[b/c]", "t.py::test_a[b c]", "t.py::test_a[b_c]"]
+    found = [str(folder_of(Path("/x/t.py"), each)) for each in ids]
+    assert found[:2] == ["/x/recorded/t/test_a-b", "/x/recorded/t/A.test_a-b"] and len({*found}) == len(ids)
 
 
 REFUSED = """

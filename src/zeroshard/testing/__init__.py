@@ -1,9 +1,10 @@
 """Tests on several ranks: pytest's mark `ranks`, equal bits asserted, and runs compared with recorded ones.
 
-plugin      pytest's hooks: `@pytest.mark.ranks(2, 3)`, `--ranks-seed`
+plugin      pytest's hooks: `@pytest.mark.ranks(2, 3)`, `--ranks-seed`, `--ranks-record`
 asked       what a mark asks for, and the fixtures that reach no rank
 threads     a test's body on ranks that are threads of pytest's process
 bits        `assert_same_bits`
+recorded    the fixture `recorded`: a run compared with a log in the repository
 failures    what a rank that failed looks like from the test
 """
 
@@ -14,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bits import assert_same_bits as assert_same_bits
-    from .failures import RankFailure as RankFailure
+    from .recorded import Recorded as Recorded
 
 _HOME = {
-    "RankFailure": "failures",
+    "Recorded": "recorded",
     "assert_same_bits": "bits",
 }
 
-__all__ = ["RankFailure", "assert_same_bits"]
+__all__ = ["Recorded", "assert_same_bits"]
 
 
 def __getattr__(name: str) -> Any:

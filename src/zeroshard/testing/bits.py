@@ -146,12 +146,12 @@ def parted(a: Run, b: Run) -> str | None:
     if found.values is not None:
         x, y = found.values
         element = "" if found.element is None else f"element {found.element:,}: "
-        ulps = "" if found.ulps is None else f", {found.ulps:,} ULPs apart"
+        ulps = "" if found.ulps is None else f", {found.ulps:,} ULP{'s' * (found.ulps != 1)} apart"
         lines.append(f"  {element}{_hex(x)} and {_hex(y)}{ulps}")
     elif found.name is not None:
         lines.append("  in elements that the logs do not have; their digests differ")
     if found.names > 1:
-        lines.append(f"  and {found.names - 1} more tensors")
+        lines.append(f"  and {found.names - 1} more tensor{'s' * (found.names > 2)}")
     return "\n".join([*lines, f"  {found.kind}: {found.says}", f"  look at: {found.look}"])
 
 

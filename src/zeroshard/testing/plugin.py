@@ -1,5 +1,7 @@
 """pytest's hooks: `@pytest.mark.ranks(2, 3)` runs a test's body on each rank, once for each number of ranks.
 
+The fixture `recorded` compares what such a test logs, or any other one, with a log in the repository.
+
 pytest loads this file in every project of an environment that has zeroshard, so it imports torch with the first test
 that runs on ranks, and adds nothing to any other test.
 """
@@ -8,12 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 from ..errors import UserError
 from .asked import Asked, asked, check_function, sizes
+from .failures import RankFailure
+from .recorded import OPTION, Recorded, folder_of
 
 SIZE = "_ranks"  # the parameter of a test that is its number of ranks
 SEEDS = 1 << 32
@@ -28,6 +33,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="the seed that draws the schedule of tests on ranks, such as one that a failure names; "
         "fresh: another one for each test. Otherwise each test has a seed of its own, the same in every run",
+    )
+
+    group.addoption(
+        OPTION,
+        action="store_true",
+        help="keep the logs of tests that take the fixture `recorded` where they differ from those that are kept",
     )
 
 
@@ -58,10 +69,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(SIZE, numbers, ids=[f"ranks{number}" for number in numbers])
 
 
+@pytest.fixture
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    """Log a run that must have the bits of the one that is kept in the folder `recorded` beside the test."""
+    now = tmp_path_factory.mktemp("recorded") / "run"
+    return Recorded(str(folder_of(request.path, request.node.nodeid)), str(now))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Compare what a test has logged with what is kept of it."""
+    result = yield
+    run = getattr(item, "funcargs", {}).get("recorded")
+    if isinstance(run, Recorded):
+        try:
+            says = run.compare(anew=item.config.getoption(OPTION))
+        except UserError as error:
+            says = str(error)
+        if says is not None:
+            pytest.fail(says, pytrace=False)
+    return result
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a marked test's body on its ranks."""
-    __tracebackhide__ = True
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
@@ -83,6 +115,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     except UserError as error:
         pytest.fail(str(error), pytrace=False)
     pyfuncitem.add_report_section("call", "ranks", ran.says)
+    if isinstance(ran.error, RankFailure):
+        pytest.fail(str(ran.error), pytrace=False)
     if ran.error is not None:
         raise ran.error
     return True

@@ -15,6 +15,8 @@ import torch
 import zeroshard
 from zeroshard.testing import assert_same_bits
 
+ROOT = Path(__file__).parents[2]
+OPTIMIZER = ROOT / "examples" / "test_own_optimizer.py"
 PLUGIN = "zeroshard.testing.plugin"
 WRITES = """
 import json
@@ -244,8 +246,9 @@ def test_what_cannot_be_is_refused_by_name(mark, argument, says):
 
 
 def test_the_tests_of_the_page_pass(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "testing.md").read_text()
+    page = (ROOT / "docs" / "testing.md").read_text()
     snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert OPTIMIZER.read_text().partition('"""\n\n')[2] == snippets.pop()
     ran, reports = run(tmp_path, "\n".join(snippets), "--ranks-record")
     assert ran.returncode == 0 and len(reports) == 10
 
@@ -340,6 +343,22 @@ def test_logs_of_runs_are_compared_as_the_command_does(tmp_path):
         assert_same_bits(run, logged(tmp_path / "c", factor=2.0))
     with pytest.raises(AssertionError, match="the runs have 2 and 1 steps"):
         assert_same_bits(run, logged(tmp_path / "d", steps=1))
+
+
+@pytest.mark.parametrize(("ranks", "cases"), [("ranks3", 12), pytest.param("ranks", 36, marks=pytest.mark.full)])
+def test_an_optimizer_of_ones_own_is_proven_at_every_stage_and_tier(tmp_path, ranks, cases):
+    ran, reports = run(tmp_path, OPTIMIZER.read_text(), "-k", ranks)
+    assert [row["outcome"] for row in reports.values()] == ["passed"] * cases, ran.stdout
+
+
+def test_the_proof_of_an_optimizer_fails_where_it_needs_whole_tensors(tmp_path):
+    text = OPTIMIZER.read_text()
+    broken = text.replace("mean.lerp_(p.grad, 1 - b1)", "mean.lerp_(p.grad / p.grad.norm(), 1 - b1)")
+    assert broken != text
+    _, reports = run(tmp_path, broken, "-k", "(ranks1 or ranks2) and 3-device")
+    outcomes = {name.partition("[")[2]: row["outcome"] for name, row in reports.items()}
+    assert outcomes == {"ranks1-3-device]": "passed", "ranks2-3-device]": "failed"}
+    assert "element [" in reports["test_the_bits_are_those_of_one_process[ranks2-3-device]"]["says"]
 
 
 RECORDED = """

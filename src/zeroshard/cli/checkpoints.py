@@ -152,8 +152,8 @@ def _show(told: dict[str, Any]) -> None:
         _show_buffers(facts["buffers"], as_tree=whole and len(facts["buffers"]) > SCREEN)
     if whole:
         if max(len(parameters), len(facts["buffers"])) > SCREEN:
-            screen.say(f"  [dim]zeroshard ckpt inspect {escape(facts['path'])} NAME lists the tensors of a name[/dim]")
-        _show_beside(facts)
+            screen.say(f"  [dim]zeroshard ckpt inspect {escape(facts['path'])} NAME lists those of a name[/dim]")
+        _show_rest(facts)
 
 
 def _show_parameters(parameters: Sequence[dict[str, Any]], *, as_tree: bool) -> None:
@@ -183,7 +183,7 @@ def _show_buffers(buffers: Sequence[dict[str, Any]], *, as_tree: bool) -> None:
     screen.wide(table)
 
 
-def _show_beside(facts: dict[str, Any]) -> None:
+def _show_rest(facts: dict[str, Any]) -> None:
     """Print what is beside the tensors: the optimizers' options, and what was saved along."""
     for number, told in enumerate(facts["optimizers"]):
         table = screen.new_table(f"Optimizer {number}: {told['class']}", "group", "parameters", "what")

@@ -21,7 +21,7 @@ Parts = tuple[str, ...]
 
 
 class Sums(NamedTuple):
-    """The tensors under one prefix."""
+    """Tensors, elements and bytes under one prefix."""
 
     tensors: int = 0
     numel: int = 0

@@ -269,28 +269,56 @@ def wide(table: Table) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table, no cell of it cut or broken: on a terminal narrower than a row cell by cell, with their names."""
+    """Print a table, no cell of it cut or broken: where a terminal is narrower than its rows, in another form."""
     width = columns()
     if width is None or Measurement.get(_unwrapped, _unwrapped.options, table).maximum <= width:
         _unwrapped.print(table)
         return
+    cells = [[each if isinstance(each, Text) else Text.from_markup(str(each)) for each in column.cells]
+             for column in table.columns]  # fmt: skip
+    heads = [str(column.header) for column in table.columns]
+    widths = [max([len(head), *map(len, told)]) for head, told in zip(heads, cells, strict=True)]
     if table.title:
         say(f"[bold]{escape(str(table.title))}[/bold]")
-    for row in zip(*(column.cells for column in table.columns), strict=True):
-        line, used = Text(), 0
-        for column, cell in zip(table.columns, row, strict=True):
-            value = cell if isinstance(cell, Text) else Text.from_markup(str(cell))
-            if not value.plain.strip():
-                continue
-            each = Text.assemble((f"{column.header} ".lstrip(), "dim"), value)
-            if used and used + 2 + len(each) > width:
-                console.print(line, soft_wrap=True)
-                line, used = Text("  "), 0
-            line.append("  " if used else "").append_text(each)
-            used = len(line)
-        console.print(line, soft_wrap=True)
+    apart = heads[-1] in LEFT and sum(widths[:-1]) + 2 * len(widths) <= width * 2 // 3
+    if apart:
+        console.print(_row([Text(head, style="dim") for head in heads], table, widths), soft_wrap=True)
+    for row in zip(*cells, strict=True):
+        if not apart:
+            _cell_by_cell(heads, row, width)
+        elif len(line := _row(row, table, widths)) <= width:
+            console.print(line, soft_wrap=True)
+        else:  # the words of the last column go below
+            console.print(_row(row[:-1], table, widths), soft_wrap=True)
+            wrapped(Text.assemble("    ", row[-1]), width, 4)
     if table.caption:
         say(f"[dim]{escape(str(table.caption))}[/dim]")
+
+
+def _row(cells: Sequence[Text], table: Table, widths: Sequence[int]) -> Text:
+    """Write a row in columns."""
+    line = Text()
+    for cell, column, chars in zip(cells, table.columns, widths, strict=False):
+        fill = " " * (chars - len(cell))
+        line.append_text(
+            Text.assemble(fill, cell, "  ") if column.justify == "right" else Text.assemble(cell, fill, "  ")
+        )
+    line.rstrip()
+    return line
+
+
+def _cell_by_cell(heads: Sequence[str], row: Sequence[Text], width: int) -> None:
+    """Print a row as its cells one after the other, each behind its column's name."""
+    line = Text()
+    for head, value in zip(heads, row, strict=True):
+        if not value.plain.strip():
+            continue
+        each = Text.assemble((f"{head} ".lstrip(), "dim"), value)
+        if len(line) > 2 and len(line) + 2 + len(each) > width:
+            wrapped(line, width, 4)
+            line = Text("  ")
+        line.append("  " if len(line) > 2 else "").append_text(each)
+    wrapped(line, width, 4)
 
 
 def new_table(title: str, *columns: str) -> Table:

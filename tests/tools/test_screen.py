@@ -1,0 +1,69 @@
+"""What commands print, on terminals of any width and in logs: nothing is cut, and no word broken."""
+
+from itertools import pairwise
+
+import pytest
+
+from zeroshard.cli import screen
+
+SENTENCE = "  [dim]two reductions of blocks.0.attention.qkv.weight are under way while blocks.1 is computed[/dim]"
+NAMES = ["blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight"]
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """The lines that a call prints on a terminal of that many columns; None: in a log."""
+
+    def shown(columns, call, *arguments):
+        monkeypatch.setenv("COLUMNS", str(columns or ""))
+        call(*arguments)
+        return capsys.readouterr().out.splitlines()
+
+    return shown
+
+
+def table(*columns, rows=8):
+    made = screen.new_table("A title", "name", *columns)
+    for number in range(rows):
+        made.add_row(NAMES[number % 2], *(f"{column}-{number}" for column in columns))
+    return made
+
+
+@pytest.mark.parametrize("columns", [30, 40, 80, 120])
+def test_sentences_are_wrapped_between_words(printed, columns):
+    lines = printed(columns, screen.say, SENTENCE)
+    assert " ".join(lines).split() == SENTENCE.replace("[dim]", "").replace("[/dim]", "").split()
+    assert all(line.startswith("  ") and line == line.rstrip() for line in lines)
+    words = max(map(len, SENTENCE.split()))
+    assert max(map(len, lines)) <= max(columns, words + 2)
+    for line, after in pairwise(lines):
+        assert len(line) + 1 + len(after.split()[0]) > columns
+
+
+def test_a_log_keeps_its_lines_whole(printed):
+    assert printed(None, screen.say, SENTENCE * 3) == [SENTENCE.replace("[dim]", "").replace("[/dim]", "") * 3]
+    wide = [f"column{number}" for number in range(20)]
+    assert len(printed(None, screen.show, table(*wide))) == 2 + 8
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+@pytest.mark.parametrize("others", [1, 4, 12])
+def test_tables_lose_no_cell_and_no_line_is_longer_than_the_terminal(printed, columns, others):
+    """As a table where its rows fit, and else cell by cell."""
+    names = [f"column{number}" for number in range(others)]
+    lines = printed(columns, screen.show, table(*names))
+    assert max(map(len, lines)) <= columns
+    words = "\n".join(lines).split()
+    for number in range(8):
+        assert all(words.count(f"{name}-{number}") == 1 for name in names)
+    assert words.count(NAMES[0]) == words.count(NAMES[1]) == 4
+    fits = len(NAMES[0]) + sum(2 + len("column0-0") for _ in names) <= columns if others < 10 else False
+    assert words.count("column0") == (1 if fits else 8)
+
+
+def test_a_long_last_column_of_words_goes_below_its_row(printed):
+    made = screen.new_table("Saved along", "name", "what")
+    made.add_row("short", "5")
+    made.add_row("long", "word " * 20)
+    below = ["    " + " ".join(["word"] * count) for count in (7, 7, 6)]
+    assert printed(40, screen.show, made) == ["Saved along", "name   what", "short  5", "long", *below]

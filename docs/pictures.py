@@ -78,7 +78,7 @@ def memory(measured: dict[str, Any], theme: str) -> str:
         text(left, 26, "One training step, bytes that rank 0 holds at each stage", look["ink"], 16, font_weight="600"),
         text(left, 44, measured["what"], look["soft"]),
     ]
-    for mib in range(0, int(most / 1e6) + 1, 40):
+    for mib in range(0, int(most / 1e6) + 1, 10):
         shapes.append(f"<path d='M{left} {y(mib * 1e6):.1f}H{left + wide}' stroke='{look['line']}' stroke-width='1'/>")
         shapes.append(text(left - 8, y(mib * 1e6) + 4, f"{mib} MB", look["soft"], 12, text_anchor="end"))
     for number, phase in enumerate(PHASES):
@@ -207,7 +207,7 @@ def measure() -> None:
                 "--ranks",
                 "4",
                 "--size",
-                "small",
+                "deep",
                 "--steps",
                 "4",
                 "--transport",
@@ -220,7 +220,7 @@ def measure() -> None:
             run = json.loads(Path(folder, str(stage), "explain.json").read_text())["run"]
             curves[str(stage)] = curve_of(run)
             rest[str(stage)] = sum(run["summary"][0]["predicted"].values())
-    what = f"a GPT of {run['numel']:,} fp32 parameters, AdamW, 4 ranks (zeroshard train --size small)"
+    what = f"a GPT of {run['numel']:,} fp32 parameters, AdamW, 4 ranks (zeroshard train --size deep)"
     MEASURED.write_text(json.dumps({"what": what, "rest": rest, "curves": curves}, separators=(",", ":")) + "\n")
 
 

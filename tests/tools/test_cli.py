@@ -99,7 +99,7 @@ def files(tmp_path):
         "lr nan": ("--lr nan", "--lr must be a number above 0, got nan"),
         "precision": ("--precision fp8", "'fp8' is not one of 'fp32', 'bf16'"),
         "grad-dtype": ("--grad-dtype fp16", "'fp16' is not one of 'fp32', 'bf16'"),
-        "size": ("--size huge", "'huge' is not one of 'tiny', 'small', 'medium'"),
+        "size": ("--size huge", "'huge' is not one of 'tiny', 'deep', 'small', 'medium'"),
         "steps word": ("--steps many", "Invalid value for '--steps'"),
         "unknown option": ("--stag 3", "No such option: --stag"),
         "save-every -1": ("--save-every -1", "--save-every must be at least 0, got -1"),
@@ -533,25 +533,25 @@ def test_demo(tmp_path):
     assert writes.startswith("  writes  def ") and page == f"  page    {tmp_path / 'stage3' / 'zero.html'}"
 
 
-SMALL = SIZES["small"]
+DEEP = SIZES["deep"]
 
 
-def small():
+def deep():
     def batch(step, index):
-        return torch.zeros(1, SMALL.context + 1, dtype=torch.int64)
+        return torch.zeros(1, DEEP.context + 1, dtype=torch.int64)
 
     return {
-        "model": GPT(SMALL), "optimizer": lambda params: torch.optim.AdamW(params, lr=SMALL.lr), "batch": batch,
+        "model": GPT(DEEP), "optimizer": lambda params: torch.optim.AdamW(params, lr=DEEP.lr), "batch": batch,
         "loss": lambda model, x: model(x[:, :-1], x[:, 1:]),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_the_readmes_table_is_of_the_small_model_on_four_ranks(stage):
+def test_the_readmes_table_is_of_the_deep_model_on_four_ranks(stage):
     """Rank 0's bytes, simulated; at the peak the run also held 8 bytes for each 128 elements, for the norm that clips."""
-    run = simulate(small, ranks=4, rank=0, stage=stage)
+    run = simulate(deep, ranks=4, rank=0, stage=stage)
     rest, sent = sum(run.ledger.held.values()), sum(run.ledger.traffic[verb].sent for verb in ("gather", "reduce"))
-    sharded = simulate(small, ranks=4, rank=0, stage=3).ledger.held["parameters"] // 4
+    sharded = simulate(deep, ranks=4, rank=0, stage=3).ledger.held["parameters"] // 4
     peak = max(phase.total for phase in run.ledger.phases.values()) + sharded // 128 * 8
     row = f"| {stage} | {rest:,}( bytes)? | {rest:,} | {peak:,} | {sent // SIMULATED:,} |"
     assert re.search(row.replace("|", r"\|"), README)

@@ -60,7 +60,7 @@ def in_options(error: object, names: Iterable[str]) -> str:
 Precision = Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"]
 GradDtype = Literal["fp32", "bf16"]
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
-Size = Literal["tiny", "small", "medium"]
+Size = Literal["tiny", "deep", "small", "medium"]
 Device = Literal["auto", "cpu", "cuda"]
 Transport = Literal["auto", "gloo", "shared"]
 OptimizerOver = Literal["team", "all"]
@@ -85,6 +85,7 @@ class Shape(NamedTuple):
 
 SIZES: Mapping[Size, Shape] = {
     "tiny": Shape(blocks=3, hidden=128, heads=4, context=64, lr=6e-3),  # 0.7 M parameters
+    "deep": Shape(blocks=12, hidden=128, heads=4, context=64, lr=3e-3),  # 2.4 M, in blocks small beside the whole
     "small": Shape(blocks=6, hidden=384, heads=6, context=256, lr=1e-3),  # 11 M
     "medium": Shape(blocks=12, hidden=768, heads=12, context=512, lr=4e-4),  # 86 M
 }

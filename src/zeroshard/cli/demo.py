@@ -42,7 +42,7 @@ def demo(*, steps: int, ranks: int, seed: int, out: str, verbose: bool) -> int:
         lr=SIZES["tiny"].lr,
         seed=seed,
         device="cpu",
-        report=True,
+        report=verbose,
         save_every=stopped,
         keep=2,
         resume="",

@@ -47,7 +47,7 @@ class Training:
     ] = None
     stage: Stage = 3
     ranks: LocalRanks = None
-    size: Annotated[Size, option(COMMON, "0.7 M, 11 M or 86 M parameters.")] = "tiny"
+    size: Annotated[Size, option(COMMON, "0.7 M, 2.4 M, 11 M or 86 M parameters.")] = "tiny"
     steps: Annotated[int, option(COMMON, "Optimizer steps.")] = 1000
     out: Out = "run/train"
     resume: Annotated[

@@ -184,6 +184,12 @@ FEATURES = {
         r"(engine|running|self)\.batches\b|import Batches|\bBatches\b:|-> Batches|def batches|ngine\.position\b|self\.position: dict|\"batches\"|\.divisor\b|divisor: int",
         ("batches.py",),
     ),
+    "activations in tiers": Feature(
+        r"offload\.activations|\"activations\" in|\{\"activations\"|saved_in_files|saved\.default|self\.default\b|self\.saves\b"
+        r"|--offload-activations|offload_activations|Offload\(activations",
+        ("engine/activations.py", "tiers/offload.py"),
+        homonyms=("ranks/link.py",),
+    ),
     "recompute": Feature(r"recompute", ("engine/recompute.py",)),
     "replay": Feature(r"\breplay\(|\bReplay\b|Corruption", ("replay.py",)),
     "first value that is no number": Feature(
@@ -193,7 +199,7 @@ FEATURES = {
     ),
     "tiers": Feature(
         r"\.here\(|on_demand|by_itself|\.ahead\(|\.behind\(|\bNVME\b|rests_away|TierError|on_device|\.reporting\(|\.present\(",
-        ("tiers/offload.py", "tiers/tier.py", "tiers/nvme.py", "tiers/once.py"),
+        ("tiers/offload.py", "tiers/tier.py", "tiers/nvme.py", "tiers/once.py", "engine/activations.py"),
         r"unit\.ahead|def on_demand",
         ("ranks/groups.py", "ranks/link.py"),
     ),

@@ -42,7 +42,7 @@ MANY = 3  # parameters, of which `make full` has not every combination
 FEW = 2  # ranks: fewer share nothing, more cost more
 PROCESSES = {  # files whose ranks have to be processes: with memory, sockets, signals or a device of their own
     "test_budgets", "test_checkpoint_faults", "test_compile", "test_delays", "test_device",
-    "test_emuccl", "test_emulated", "test_emulated_faults", "test_emulated_grid", "test_emulated_launches",
+    "test_emuccl", "test_emulated", "test_emulated_activations", "test_emulated_faults", "test_emulated_grid", "test_emulated_launches",
     "test_emulated_offload", "test_emulated_streams", "test_ended", "test_faults", "test_harness",
     "test_hosts", "test_interrupts", "test_late", "test_launcher", "test_lost_ranks", "test_memory",
     "test_modes", "test_network", "test_other_device", "test_races", "test_seconds",

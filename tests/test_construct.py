@@ -86,6 +86,7 @@ def test_public_names_are_locked():
             ("optimizer", "device"),
             ("path", None),
             ("digests", True),
+            ("activations", "device"),
         ],
         Layout: [
             ("bounds", "unit"),

@@ -31,6 +31,7 @@ ASKING = {"engine.finite": 1, "tiers.nvme": 1}  # of these tests ask for it, and
 ASKS = {
     "engine.finite": 'precision=zeroshard.Precision(nonfinite="raise")',
     "engine.fused": '**(os.environ.__setitem__("ZEROSHARD_KERNELS", "1") or {})',
+    "engine.activations": 'offload=zeroshard.Offload(activations="cpu")',
     "engine.recompute": "layout=zeroshard.Layout(recompute=True)",
     "engine.quantised": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, fp8=True)",
     "engine.split": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)",

@@ -100,7 +100,7 @@ class Ledger:
     def __post_init__(self) -> None:
         # On CUDA the backward hooks run on autograd's own threads. A signal's handler may look at it anywhere.
         self._lock = threading.RLock()
-        self._ended: deque[tuple[str, int]] = deque()  # noted where an object ended, and not counted yet
+        self._ended: deque[tuple[str, int, str]] = deque()  # noted where an object ended, and not counted yet
         self._running: list[tuple[str, Event | None]] = []
         self._most = sum(self.held.values())  # held on the device in the running phase
         self._total = self._most
@@ -121,10 +121,10 @@ class Ledger:
             if nbytes:
                 self._count(state, nbytes, tier)
 
-    def hold_while(self, thing: object, state: str, nbytes: int) -> Callable[[], None]:
+    def hold_while(self, thing: object, state: str, nbytes: int, tier: str = DEVICE) -> Callable[[], None]:
         """Count `nbytes` for as long as `thing` lives, or until what this returns is called."""
-        self.hold(state, nbytes)
-        end = at_end_of(thing, self._ended.append, (state, -nbytes))
+        self.hold(state, nbytes, tier)
+        end = at_end_of(thing, self._ended.append, (state, -nbytes, tier))
 
         def over() -> None:
             end()
@@ -135,7 +135,7 @@ class Ledger:
     def _count_ended(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                self._count(*self._ended.popleft(), DEVICE)
+                self._count(*self._ended.popleft())
 
     def _count(self, state: str, nbytes: int, tier: str) -> None:
         self.held[state] += nbytes

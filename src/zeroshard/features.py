@@ -62,6 +62,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.finite": ("Precision(nonfinite=...)", lambda s: s.nonfinite != "ignore"),
     "engine.fused": ("ZEROSHARD_KERNELS=1", lambda s: os.environ.get("ZEROSHARD_KERNELS") == "1"),
     "engine.kernels": ("", lambda s: False),
+    "engine.activations": ("Offload(activations=...)", lambda s: s.activations != "device"),
     "engine.recompute": ("Layout(recompute=...)", lambda s: s.recompute),
     "engine.quantised": ("Precision(fp8=...)", lambda s: s.fp8),
     "engine.split": ("Precision(split_master=True)", lambda s: s.split_master),

@@ -159,7 +159,10 @@ class Assembly:
                     low, high = bucket.held(seat, row.degree)
                     nbytes += row.nbytes(high - low)
         what = "another rank cannot use its Offload.path"
-        for name in sorted({name for at in self.resting for name in at.values()} - {*self.tiers}):
+        named = {name for at in self.resting for name in at.values()} | (
+            {"activations"} if self.offload.saved_in_files else set()
+        )
+        for name in sorted(named - {*self.tiers}):
             block = Together(group, lambda told: PeerError(what, got="; ".join(told)), own=True)
             try:
                 with block:

@@ -21,6 +21,7 @@ class Frame:
 
     unit: Unit
     again: bool  # is it computed once more, in backward?
+    inputs: Any = None  # of its call
     opened: list[Unit] = dataclasses.field(default_factory=list)
     pushed: bool = False
     event: Event | None = None

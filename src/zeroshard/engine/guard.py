@@ -329,14 +329,24 @@ class SavedItself(NamedTuple):
     tensor: Tensor
     version: int
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> SavedItself:
+        # detach, because returning an op's own output would tie a reference cycle through its graph.
+        return cls(tensor.detach(), tensor._version)
+
     def restore(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{self.tensor.dtype} {list(self.tensor.shape)} is at version {self.tensor._version}; "
-                f"expected version {self.version} instead."
-            )
+        check_version(self.tensor, self.version, self.tensor.dtype, self.tensor.shape)
         return self.tensor
+
+
+def check_version(tensor: Tensor, version: int, dtype: torch.dtype, shape: torch.Size) -> None:
+    """Raise PyTorch's error if what was saved has been edited since. tensor: any that has its version counter."""
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"{dtype} {list(shape)} is at version {tensor._version}; "
+            f"expected version {version} instead."
+        )
 
 
 class OuterHooks(NamedTuple):
@@ -349,7 +359,10 @@ class OuterHooks(NamedTuple):
         return self.unpack(self.packed)
 
 
-Saved = SavedWeight | SavedPart | SavedItself | OuterHooks
+class Saved(Protocol):
+    """A note that autograd holds instead of a tensor."""
+
+    def restore(self) -> Tensor: ...
 
 
 def _unpack(note: Saved) -> Tensor:
@@ -366,6 +379,7 @@ class SavedTensors:
     """The pairs of hooks, and the stack discipline of pushing and popping them."""
 
     def __init__(self) -> None:
+        self.default: Callable[[Tensor], Saved] = SavedItself.of  # what is not ours and no other pair of hooks wants
         self._sources: dict[int, Source] = {}
         self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own
         self._alone = self._pair(None)
@@ -434,8 +448,7 @@ class SavedTensors:
                 )
         if below is not None:
             return OuterHooks(below[0](tensor), below[1])
-        # detach, because returning an op's own output would tie a reference cycle through its graph.
-        return SavedItself(tensor.detach(), tensor._version)
+        return self.default(tensor)
 
 
 def _top() -> tuple[Any, Any] | None:

@@ -39,7 +39,8 @@ class Settings(NamedTuple):
     recompute: Any = False
     once: bool = False  # Offload(parameters="shared")
     gradients: Any = "device"  # Offload.gradients
-    files: bool = False  # do states rest in files?
+    activations: str = "device"  # Offload.activations
+    files: bool = False  # does anything rest in files?
     accumulate: int = 1  # backwards per step, as plans ask
     no_sync: bool = False
     replay: bool = False
@@ -80,6 +81,7 @@ def settings(
         others |= {name: getattr(precision, name) for name in names}
     if offload is not None:
         others |= {"once": offload.once, "gradients": gradients_of(offload), "files": offload.in_files}
+        others["activations"] = offload.activations
     return Settings(
         stage=stage,
         bounds=layout.bounds,

@@ -95,7 +95,7 @@ class Schedule:
         self.settings = settings
         self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
         self.saved = saved
-        self.releases = any(unit.released for unit in units)
+        self.releases = self.saves = any(unit.released for unit in units)  # saves: do hooks keep what autograd saves?
         self.backward = Backward(units, gradients, reduction, self.script, self.meet, releases=self.releases)
         self._cast_to = precision.param_dtype
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
@@ -149,7 +149,9 @@ class Schedule:
             with self.group.as_one():
                 self._begin_forward(unit)
             self.forward.call = Call(nn.Module._call_impl)
-        frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
+        frame = Frame(
+            unit, recompute, (args, kwargs)
+        )  # there before anything is opened: an interrupt may come at any moment
         self.forward.frames.append(frame)
         for needed in (unit, *unit.borrows):
             self._demand(needed)
@@ -157,7 +159,7 @@ class Schedule:
             needed.open_calls += 1
             needed.open()
         unit.calls += not recompute and (torch.is_grad_enabled() or self.forward.grad)
-        if self.releases and torch.is_grad_enabled():
+        if self.saves and torch.is_grad_enabled():
             frame.pushed = self.saved.push()
         verb = "recompute" if recompute else "forward"
         frame.event = self.ledger.note(verb, unit=unit.name)

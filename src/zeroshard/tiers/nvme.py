@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from .offload import Offload
 from .tier import Rest, Tier, pages
 
 BLOCK = 4 << 20  # bytes that one system call moves
+_MAKE_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE in linux/falloc.h
 THREADS = 4  # reads and writes of a step are under way at once, and a disk likes a queue
 
 
@@ -49,6 +51,7 @@ class NvmeTier(Tier):
     """This rank's state files."""
 
     name = NVME
+    on_demand = True
     meets = True  # a file that cannot be written is the failure of all ranks
     device = torch.device("cpu")
 
@@ -101,6 +104,12 @@ class NvmeTier(Tier):
         rest = self._files[state].slot(bucket, numel, dtype)
         self.ledger.hold(state, numel * dtype.itemsize, NVME)  # not before there is room
         return rest
+
+    def give_up(self, state: str, rests: Sequence[Rest]) -> None:
+        for rest in rests:
+            assert isinstance(rest, FileRest)
+            rest.file.give_up(rest)
+            self.ledger.hold(state, -rest.nbytes, NVME)
 
     def error(self, what: str, where: str, got: str, instead: str | None = None) -> TierError:
         return TierError(what, where=f"rank {self.rank}, {where}", got=got, instead=instead)
@@ -155,6 +164,7 @@ class StateFile:
         self.nbytes = 0
         self._largest = aligned(largest)
         self._slots: list[FileRest] = []
+        self._free: list[tuple[int, int]] = []  # runs of bytes [first, last) that slots have given up
         self._rooms: list[_Room] = []  # the one used longest ago first
         self._descriptor = -1
         if tier.folder is not None:
@@ -172,18 +182,38 @@ class StateFile:
 
     def slot(self, bucket: int, numel: int, dtype: torch.dtype) -> FileRest:
         """Reserve room on the disk for one bucket now: a full disk is an error before a step depends on it."""
-        rest = FileRest(self, self.nbytes, bucket, numel, dtype)
         size = aligned(numel * dtype.itemsize)
+        at = next((at for at, free in enumerate(self._free) if free[1] - free[0] >= size), None)
+        offset = self.nbytes if at is None else self._free[at][0]
+        rest = FileRest(self, offset, bucket, numel, dtype)
         self._largest = max(self._largest, size)
         if self._descriptor >= 0 and size:
             try:
-                os.posix_fallocate(self._descriptor, self.nbytes, size)
+                os.posix_fallocate(self._descriptor, offset, size)
             except OSError as error:
                 needs = OSError(error.errno, f"{error.strerror} ({size:,} bytes more are needed)")
                 raise self.tier.fail(self, needs) from error
-        self.nbytes += size
+        if at is None:
+            self.nbytes += size
+        else:
+            self._free[at] = offset + size, self._free[at][1]
         self._slots.append(rest)
         return rest
+
+    def give_up(self, rest: FileRest) -> None:
+        """Give the room of one bucket back to the disk, once nothing reads or writes it."""
+        concurrent.futures.wait([*rest.writing, *(rest.room.work if rest.room is not None else ())])
+        if rest.room is not None:
+            rest.room.holder, rest.room = None, None
+        self._slots = [each for each in self._slots if each is not rest]
+        first, last = rest.offset, rest.offset + aligned(rest.nbytes)
+        if self._descriptor >= 0 and last > first:
+            libc = ctypes.CDLL(None)  # a filesystem that makes no holes keeps the room, for the next slot
+            libc.fallocate(self._descriptor, _MAKE_HOLE, ctypes.c_long(first), ctypes.c_long(last - first))
+        for low, high in [each for each in self._free if each[1] == first or each[0] == last]:
+            self._free.remove((low, high))
+            first, last = min(low, first), max(high, last)
+        self._free.append((first, last))
 
     def forget(self) -> None:
         """Drop the contents of the buffers and of the file, and wait for transfers under way."""
@@ -383,6 +413,14 @@ class FileRest(Rest):
     def give(self, start: int, to: Tensor) -> None:
         with self.here(changed=False) as tensor:
             self._until(sent(to, tensor[start : start + to.numel()])).wait()
+
+    def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> Event:
+        with self.here(fresh=True) as tensor:
+            return self._until([sent(tensor[start : start + each.numel()], each) for start, each in parts][-1])
+
+    def give_each(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        with self.here(changed=False) as tensor:
+            self._until([sent(to, tensor[start : start + to.numel()]) for start, to in parts][-1]).wait()
 
     def _until(self, through: Event) -> Event:
         """The device copies from or to the buffer until then: a user of it waits, as for a read."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..errors import UserError, check_local, nearest
 from ..events import DEVICE, HOST, NVME, SHARED
-from ..fields import FLAG, Field, check_fields
+from ..fields import FLAG, Field, check_fields, one_of
 from ..layout import Bucket
 from ..ranks.comm import Comm
 from ..stage import STATES
@@ -31,6 +32,7 @@ _FIELDS = {
         instead=lambda _: 'Offload(..., path="/scratch")',
     ).or_none(),
     "digests": FLAG,
+    "activations": one_of(Literal["device", "cpu", "nvme"], "names a tier"),
 }
 
 
@@ -44,6 +46,8 @@ class Offload:
         fractions by tier: `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
     path: where files go (needed for "nvme"): a folder on a local disk, not on tmpfs. Each rank makes a folder of its
         own in it, and removes it at the end; what killed runs have left goes at the next start.
+    activations: what forward saves for backward, "cpu" or "nvme" as a whole: it goes out behind each unit's forward and
+        comes back before its backward. What the last unit saved stays, and what is smaller than 1 KiB.
     digests: check every block of every file that is read against a digest kept in memory (16 bytes per 4 MiB), so that
         what another program has written there is an error and not a state.
 
@@ -59,6 +63,7 @@ class Offload:
     optimizer: Where = "device"
     path: str | os.PathLike[str] | None = None
     digests: bool = True
+    activations: str = "device"
 
     def __post_init__(self) -> None:
         check_fields(self, _FIELDS)
@@ -71,7 +76,7 @@ class Offload:
                 got=f"Offload({elsewhere[0]}={getattr(self, elsewhere[0])!r})",
                 instead='Offload(parameters="shared")',
             )
-        on_disk = [state for state in STATES if NVME in self.tiers(state)]
+        on_disk = [state for state in STATES if NVME in self.tiers(state)] + ["activations"] * self.saved_in_files
         if on_disk and self.path is None:
             raise UserError(
                 f'Offload.{on_disk[0]} is "nvme", which needs a folder', expected="path=", got="None",
@@ -89,7 +94,12 @@ class Offload:
     @property
     def in_files(self) -> bool:
         """True if some state rests in files."""
-        return any(NVME in self.tiers(state) for state in STATES)
+        return self.saved_in_files or any(NVME in self.tiers(state) for state in STATES)
+
+    @property
+    def saved_in_files(self) -> bool:
+        """True if activations rest in files, beside those of states."""
+        return self.activations == "nvme"
 
     @property
     def once(self) -> bool:

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -71,6 +71,15 @@ class Rest:
         """Fill `to`, of the device, with elements from `start` on, in the order of the current stream."""
         with self.here(changed=False) as tensor:
             to.copy_(tensor[start : start + to.numel()])
+
+    def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> Event:
+        """`take` values from several places on. All that counts of it is in them."""
+        return [self.take(start, values, fresh=True) for start, values in parts][-1]
+
+    def give_each(self, parts: Sequence[tuple[int, Tensor]]) -> None:
+        """`give` from several places on."""
+        for start, to in parts:
+            self.give(start, to)
 
     def gather(self, team: Team, bucket: Bucket, state: str) -> Work:
         """Bring every owner's elements to all ranks of the team, here, where the whole bucket rests."""
@@ -168,6 +177,7 @@ class Tier(Protocol):
 
     name: str
     on_device: bool = False  # does what rests here lie in memory that the device computes with?
+    on_demand: bool = False  # does what rests here lie in memory only while it is used?
     meets: bool = False  # must no rank go on from a step that writes here until all have written?
     device: torch.device  # of the tensors that rests here are, while they are in memory
     ledger: Ledger
@@ -175,6 +185,10 @@ class Tier(Protocol):
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         """Reserve room for one state of one bucket, zeros."""
         ...
+
+    def give_up(self, state: str, rests: Sequence[Rest]) -> None:
+        """Give back the room of some of what rests here."""
+        raise AssertionError(f"{state} stays where it is, {self.name}")
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
@@ -278,6 +292,11 @@ class HostTier(Tier):
             rest = Pinned(pages(nbytes, self.compute)[:nbytes].view(dtype))
         self.ledger.hold(state, nbytes, HOST)
         return rest
+
+    def give_up(self, state: str, rests: Sequence[Rest]) -> None:
+        for rest in rests:
+            with rest.here():  # no device copies from or to it any more
+                self.ledger.hold(state, -rest.tensor.nbytes, HOST)
 
 
 class _Pages(mmap.mmap):

@@ -14,9 +14,10 @@ import reference
 import selection
 import training
 import zeroshard
-from zeroshard import Layout, Offload
+from zeroshard import Comm, Layout, Offload
 from zeroshard.errors import UserError
 from zeroshard.headroom import aligned
+from zeroshard.planner.simulate import STEPS, simulate
 
 GPT = {"hidden": 24, "layers": 6}  # more units than a file of states has buffers
 WIDTH, ROWS, BLOCKS = 32, 16, 6
@@ -128,6 +129,67 @@ def test_every_storage_moves_once_and_what_stays_is_known(way, tier, tmp_path):
     if tier == "nvme":
         assert moved["write"] == gone
         assert moved["read"] == gone - 3 * X  # the last three are in their file's buffers still
+
+
+def job():
+    torch.manual_seed(0)
+    return {
+        "model": Blocks(),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "batch": lambda step, index: batch(10 * step + index),
+        "loss": lambda model, x: model(x).square().mean(),
+    }
+
+
+def as_simulated(stage, offload, recompute):
+    """A ledger after as many steps as a simulation takes."""
+    parts = job()
+    model, optimizer = parts["model"], parts["optimizer"](parts["model"].parameters())
+    zero = zeroshard.shard(
+        model, optimizer, stage=stage, offload=offload, layout=Layout(recompute=recompute), comm=Comm(transport="gloo")
+    )
+    for step in range(STEPS):
+        parts["loss"](model, parts["batch"](step, zero.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return told(zero.ledger())
+
+
+def told(ledger):
+    tiers = {tier: {state: n for state, n in found.items() if n} for tier, found in ledger.tiers.items()}
+    moved = {verb: (each.calls, each.logical) for verb, each in ledger.traffic.items() if verb != "control"}
+    return {tier: found for tier, found in tiers.items() if found}, ledger.peak.get("activations"), ledger.phases, moved
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+@pytest.mark.parametrize("stage", selection.STAGES)
+def test_a_simulation_holds_and_moves_what_a_rank_does_and_keeps_that_much_less_on_the_device(
+    stage, tier, recompute, tmp_path
+):
+    """To the byte: what forward keeps on the device falls by what the tier gets."""
+    layout, comm = Layout(recompute=recompute), Comm(transport="gloo")
+    plain = simulate(job, ranks=2, stage=stage, layout=layout, comm=comm)
+    moving = simulate(job, ranks=2, stage=stage, layout=layout, comm=comm, offload=to(tier, "/nowhere"))
+    gone = (BLOCKS - 2 if recompute else BLOCKS - 1) * X
+    assert moving.away == {"host" if tier == "cpu" else "nvme": gone}
+    batches = X * (stage == 3)  # a plain simulation counts them where it has hooks on what autograd saves
+    assert moving.activations == plain.activations - gone - batches
+    assert ranks.run(2, as_simulated, stage, to(tier, str(tmp_path)), recompute)[0] == told(moving.ledger)
+
+
+def test_a_plan_of_a_job_has_activations_where_they_rest_and_one_of_shapes_refuses_them():
+    (kept,) = zeroshard.plan(job, ranks=2, stage=2).stages
+    (host,) = zeroshard.plan(job, ranks=2, stage=2, offload=to("cpu", "")).stages
+    (files,) = zeroshard.plan(job, ranks=2, stage=2, offload=to("nvme", "/nowhere")).stages
+    gone = (BLOCKS - 1) * X
+    assert kept.activations - host.activations == kept.activations - files.activations == gone
+    assert host.tiers["host"] == {"activations": gone}
+    assert files.tiers["nvme"] == {"activations": gone}
+    assert files.tiers["host"] == {"staging": 3 * aligned(X)}
+    assert (files.files, files.moves) == ((BLOCKS - 1) * aligned(X), (gone - 3 * X, gone))
+    with pytest.raises(UserError, match=r"Offload.activations: for jobs only"):
+        zeroshard.plan(params=7e9, offload=Offload(activations="cpu"))
 
 
 # --- graphs of all kinds ----------------------------------------------------------------------------------------------

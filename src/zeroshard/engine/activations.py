@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event
+from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event, streams
 from ..errors import UserError
 from ..events import HOST, NVME
 from ..features import Feature, first
@@ -138,6 +138,7 @@ class Activations(Subscriber):
         self._rests: dict[int, tuple[weakref.ref[Segment], int, Rest]] = {}  # room in use, by its segment's number
         self._idle: dict[int, list[Rest]] = {}  # room for the next, by its bytes
         self._asked: set[int] = set()  # sizes of room that the running forward asked for
+        self._leave_out: Callable[[Tensor], None] | None = None  # a simulation's
         self._empty = torch.empty(0, device=engine.device)
 
     # --- forward ----------------------------------------------------------------------------------------------------
@@ -203,6 +204,9 @@ class Activations(Subscriber):
         resident = [buffer.full for buffer in engine.buffers if buffer.resident]
         plain = [param for param in engine.model.parameters() if not hasattr(param, "_zeroshard")]
         inputs = [leaf for leaf in tree_leaves(frame.inputs) if isinstance(leaf, Tensor)]
+        if self._leave_out is not None:
+            for each in inputs:
+                self._leave_out(each)
         others = [*resident, *plain, *engine.model.buffers(), *inputs]
         self._others = {each.untyped_storage()._cdata for each in others if each.layout is torch.strided}
 
@@ -220,6 +224,8 @@ class Activations(Subscriber):
         if self.in_place:
             for kept in leaving:
                 kept.start = 0
+                if kept.flat is not None and self._leave_out is not None:
+                    self._leave_out(kept.flat)
                 self.ledger.hold_while(kept, STATE, kept.nbytes, HOST)
             return
         segment.rest = rest = self._room(segment, sum(kept.nbytes for kept in leaving))
@@ -230,7 +236,7 @@ class Activations(Subscriber):
             kept.went(start)
         rest.behind()
         self._going.append((through, flats))
-        self._leave(GOING)
+        self._leave(GOING if streams(self.device.device) else 0)
 
     def _leave(self, most: int) -> None:
         while len(self._going) > most:
@@ -270,6 +276,7 @@ class Activations(Subscriber):
         """Return the bytes of a storage on the device, where they stay until all tensors saved in it were unpacked."""
         self._give_back()
         if not (segment.reached or self.in_place):
+            self._leave(0)
             segment.reached = True
             self._reached.append(weakref.ref(segment))
             self._bring(segment.needs())
@@ -362,6 +369,10 @@ class Activations(Subscriber):
 
     def abandon(self) -> None:
         self.ended()
+
+    def uncounted(self, wrap: Callable[..., Any], leave_out: Callable[[Tensor], None]) -> None:
+        self._close, self._bring, self._ahead = map(wrap, (self._close, self._bring, self._ahead))  # type: ignore
+        self._leave_out = leave_out
 
 
 def _uses(flat: Tensor) -> int:

@@ -13,7 +13,7 @@ One that uses averages as they come (`early`) has a queue of its own: `due` and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -79,6 +79,12 @@ class Subscriber:
 
     def loaded(self) -> None:
         """Forget what was under way: all weights were loaded."""
+
+    def uncounted(self, wrap: Callable[..., Any], leave_out: Callable[[Tensor], None]) -> None:
+        """Let a simulation leave out of what operators make the memory that the ledger counts for this feature.
+
+        wrap: a call that takes such memory. leave_out: is to be told of what came to rest in place.
+        """
 
     @property
     def mark(self) -> int:

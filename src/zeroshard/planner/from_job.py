@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..events import DEVICE
+from ..events import DEVICE, HOST
 from ..layout import BUCKET_MIB
 from ..numerics import Precision
 from ..resting import Master, master_of
@@ -158,11 +158,17 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
     last = [event for event in run.events if event.verb == "step"][-1 - run.steps].end
     moves = (sum(e.logical for e in run.events if e.verb == verb and e.start > last) for verb in ("read", "write"))
     formula = recipe.formula(placements, built.rows(run.zero))
+    for tier, nbytes in run.away.items():  # as forward ends
+        if (buffers := run.ledger.tiers[HOST].get("staging", 0)) and tier != HOST:  # those of its file
+            tiers[HOST] = {**tiers.get(HOST, {}), "staging": buffers}
+        tiers[tier] = {**tiers.get(tier, {}), "activations": nbytes}
+    away: Any = run.zero._engine.tiers.get("activations")
     return StagePlan(
         run.stage, run.rank, formula, at_rest, 0.0, _traffic(run), tuple(found), peak, peak_at,
         activations=run.activations, working=run.working,
         snapshot=holding.snapshot(), tiers=tiers, moves=Moves(*moves),
-        files=sum(file.nbytes for file in holding.files().values()), buckets=len(run.zero.partition.buckets),
+        files=sum(file.nbytes for file in holding.files().values()) + (away.nbytes if away else 0),
+        buckets=len(run.zero.partition.buckets),
         slots=sum(len(bucket.slots) for bucket in run.zero.partition.buckets),
     )  # fmt: skip
 

@@ -121,7 +121,7 @@ def plan(
     cluster = _cluster(machine, gpus_per_node, talk, once=together.once)
     _check_links(gpus_per_node, talk)
     if job is None:
-        _refuse_what_jobs_alone_count(precision, made, talk)
+        _refuse_what_jobs_alone_count(precision, made, talk, offload)
     if params is not None and made != Layout():
         changed = {f"Layout.{name}": value for name, value in _changed(made).items()}
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **changed)
@@ -299,8 +299,11 @@ def _check_links(gpus_per_node: int | None, comm: Comm) -> None:
         )
 
 
-def _refuse_what_jobs_alone_count(precision: Precision | None, layout: Layout, comm: Comm) -> None:
-    _refuse("for jobs only", "leave it out", **{"Comm.reduce": _sums(comm)})
+def _refuse_what_jobs_alone_count(
+    precision: Precision | None, layout: Layout, comm: Comm, offload: Offload | None
+) -> None:
+    moved = None if offload is None or offload.activations == "device" else offload.activations
+    _refuse("for jobs only", "leave it out", **{"Comm.reduce": _sums(comm), "Offload.activations": moved})
     instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
     told = {
         f"{kind}.{name}": value

@@ -58,7 +58,8 @@ class Simulation:
     that forward keeps for backward, beside the engine's own. working: the most that is alive at once of what
     operators made, activations included, in forward or backward (within eight operators of the truth, never less).
     tokens: entries of the largest integer tensor of two or more dimensions in a micro-batch, times the micro-batches
-    of a step (0 where a batch has none). steps: how many optimizers step in one.
+    of a step (0 where a batch has none). steps: how many optimizers step in one. away: bytes of
+    activations in each tier off the device as forward ends.
     """
 
     job: str
@@ -73,6 +74,7 @@ class Simulation:
     tokens: int
     working: int
     steps: int
+    away: dict[str, int]
 
 
 def simulate(
@@ -137,6 +139,7 @@ def simulate(
             counted.tokens,
             counted.working,
             len(optimizers),
+            counted.away,
         )
 
 
@@ -166,6 +169,11 @@ def _train(
             with counted, zero.no_sync() if number < local else nullcontext():
                 loss = job.loss_of(batch)
                 counted.activations = counted.kept()
+                counted.away = {
+                    tier: held["activations"]
+                    for tier, held in zero.ledger().tiers.items()
+                    if tier != DEVICE and held.get("activations")
+                }
                 loss.backward()
                 counted.kept()
             del loss
@@ -351,7 +359,7 @@ def facts(zero: Zero) -> dict[int, Facts]:
     return found
 
 
-PASSING = ("gather", "prefetch", "reduce", "staging", "lent")  # states that come and go within a step
+PASSING = ("gather", "prefetch", "reduce", "staging", "lent", "activations")  # states that come and go within a step
 
 
 def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:
@@ -415,6 +423,7 @@ class Counter(TorchDispatchMode):
         self.flops = 0
         self.activations = self.working = self._since = self._made_since = self._alive = 0
         self.tokens = 0
+        self.away: dict[str, int] = {}
         self._made: dict[int, Any] = {}
         states = [flat for b in zero._engine.buffers for flat in (b.parameters, b.master, b.gradients)]
         resting = [flat.tensor for flat in states if flat is not None and not flat.on_demand]
@@ -425,6 +434,9 @@ class Counter(TorchDispatchMode):
         for tensor in (*engine, *zero.model.buffers()):
             self._know(tensor)
         self._leave_out(zero._engine.tier)
+        self._aside = False  # does a feature take memory that the ledger counts?
+        for each in zero._engine.reduction.subscribers:
+            each.uncounted(self._without, self._out)
 
     def _know(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -448,8 +460,24 @@ class Counter(TorchDispatchMode):
 
         tier.reserve, tier.give_back = known, forgotten
 
+    def _out(self, tensor: Tensor) -> None:
+        self._made.pop(tensor.untyped_storage()._cdata, None)
+        self._know(tensor)
+
+    def _without(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any) -> Any:
+            before, self._aside = self._aside, True
+            try:
+                return call(*args)
+            finally:
+                self._aside = before
+
+        return called
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        if self._aside:
+            return out
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             flops = int(count(*args, **(kwargs or {}), out_val=out))

@@ -75,6 +75,11 @@ class NvmeTier(Tier):
             self.folder = self._folder(Path(offload.path).absolute(), nbytes)
             self._start()
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its files on the disk."""
+        return sum(file.nbytes for file in self._files.values())
+
     def _start(self) -> None:
         self.threads = ThreadPoolExecutor(THREADS, thread_name_prefix="zeroshard nvme")
         at_end_of(self, _end, os.getpid(), self.threads, at_exit=True)

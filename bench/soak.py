@@ -202,7 +202,7 @@ def life(folder: str, ranks: int, stage: int, out: str, draw: random.Random | No
                 problems.append(f"rank {rank} of {ranks} at stage {stage} ended with {process.returncode}")
     said = log.read_text()
     counted["interrupts that a rank caught"] += said.count(": KeyboardInterrupt: ")
-    counted["times all ranks went on"] += said.count("what was under way has ended on all ranks alike")
+    counted["times all ranks went on"] += said.count("all ranks have ended the same collectives")
     if problems:
         shutil.copy(log, f"{log}.violation-{time.time_ns()}")
     return problems

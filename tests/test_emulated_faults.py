@@ -706,7 +706,7 @@ def test_a_rank_whose_host_waits_for_its_device_hears_of_an_interrupt(world, sta
     for errors, _ in found:
         assert all(errors) and "zero.load(" not in str(errors)
     told = found[0][0][0][0]
-    assert told.startswith("PeerError: a rank was interrupted: what was under way has ended on all ranks alike"), told
+    assert told.startswith("PeerError: a rank was interrupted: all ranks have ended the same collectives"), told
     assert "rank 1: an exception ended" in told, told
 
 

@@ -201,7 +201,7 @@ def combined(stage):
     first, second, third = (layer.weight.grad for layer in model)
     before = [grad.full_tensor() for grad in (first, second)]
     for other in (second, third):
-        with pytest.raises(StateError, match=r"(?s)not cut alike.*'0.weight' and .*full_tensor"):
+        with pytest.raises(StateError, match=r"(?s)cut differently.*'0.weight' and .*full_tensor"):
             first.add_(other)
     first.add_(first)
     second.add_(before[0])

@@ -188,7 +188,7 @@ def test_a_failing_rank_is_named_with_its_traceback_and_what_each_rank_printed(r
     assert row["outcome"] == "failed"
     assert "assert left * right == 43" in row["says"] and "assert (6 * 7) == 43" in row["says"]
     assert row["sections"]["Captured ranks call"].splitlines()[0] == "raised on rank 1 of 3"
-    assert "nobody could go on: rank 0 waits for barrier" in row["sections"]["Captured ranks call"]
+    assert "no rank could go on: rank 0 waits for barrier" in row["sections"]["Captured ranks call"]
     printed = row["sections"]["Captured stdout call"].splitlines()
     assert {f"[rank {rank}] hello from {rank}" for rank in (1,)} <= {*printed}
 
@@ -225,7 +225,7 @@ def test_a_model_that_all_ranks_would_share_is_refused_by_the_name_of_its_fixtur
     ("mark", "argument", "says"),
     [
         ("ranks()", "", "names no number of ranks"),
-        ("ranks(0)", "", "this is no number of ranks"),
+        ("ranks(0)", "", "this is not a number of ranks"),
         ("ranks(2, 2)", "", "names a number of ranks twice"),
         ("ranks(2, tiemout=3)", "", "did you mean 'timeout'?"),
         ("ranks(2, seed=-1)", "", "an integer of at least 0"),

@@ -83,7 +83,7 @@ def test_gradients_in_8_bits_are_verified_against_plain_pytorch_that_rounds_them
     words = ("--ranks", "1,2", "--stage", "0,3", "--steps", "2", "--bucket-mib", "small", "--reduce", "int8")
     code, found = warm("mlp", *words)
     assert (code, found["equal"]) == (0, True)
-    assert "each one's gradient rounded alike" in found["notes"][0]
+    assert "each one's gradient rounded in the same way" in found["notes"][0]
 
 
 @pytest.mark.full

@@ -397,7 +397,7 @@ class Reader:
             raise damaged(path, "a file that can be read", error.strerror) from error
         seen = os.fstat(self._open[name])
         if self._written.setdefault(name, (seen.st_ino, seen.st_mtime_ns)) != (seen.st_ino, seen.st_mtime_ns):
-            raise damaged(path, "a file that nobody writes to", "one that was changed meanwhile")
+            raise damaged(path, "a file that no program writes to", "one that was changed meanwhile")
         if seen.st_size != facts["nbytes"]:
             raise damaged(path, f"{facts['nbytes']:,} bytes", f"{seen.st_size:,} bytes")
 
@@ -459,7 +459,7 @@ class Reader:
             self._have_open({name})
             seen = os.fstat(self._open[name])
             if (seen.st_ino, seen.st_mtime_ns) != written:
-                raise damaged(self.folder / name, "a file that nobody writes to", "one that was changed meanwhile")
+                raise damaged(self.folder / name, "a file that no program writes to", "one that was changed meanwhile")
 
     def _side_by_side(self, call: Callable[..., None], items: Sequence[tuple[Any, ...]]) -> None:
         """Call for every item, each thread a share: handing them over one by one costs a fifth of a block's time.

@@ -110,7 +110,7 @@ def _states(saved: Saved, olds: Sequence[str], name: str) -> list[str]:
     for one, other in pairwise(found):
         if one != other:
             raise CheckpointError(
-                "experts that are one parameter here were not stepped alike, and it has one state for all of them",
+                "experts that are one parameter here have different steps, and it has one state for all of them",
                 where=f"parameter {name!r}, of saved {', '.join(map(repr, dict.fromkeys(olds)))}",
                 got="; ".join(dict.fromkeys(str(each) for each in (one, other))),
                 instead="the number of expert groups that saved it",

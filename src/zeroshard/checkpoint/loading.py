@@ -149,7 +149,7 @@ def warn_of_order(saved: ModelState, path: object) -> None:
     if group.rank == 0 and before not in (0, group.sources):
         warnings.warn(
             f"{path} was trained under no_sync(), where each of {before} ranks adds up its gradients by itself: with "
-            f"{group.sources} they are added in another order, and training goes on with other bits than with "
+            f"{group.sources} they are added in another order, and training goes on with different bits than with "
             f"{before}. Without no_sync() these are the same on 1, 2, 4, 8 ... ranks (docs/guide.md, Accumulation)",
             stacklevel=4,
         )

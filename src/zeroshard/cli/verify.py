@@ -213,7 +213,7 @@ def notes(question: Question, cells: Sequence[Cell], trains: bool) -> list[str]:
     """List notes: what each cell was compared with, and what to know before believing it."""
     said = []
     alone = "plain PyTorch in one process, the same micro-batches one after the other"
-    alone += ", each one's gradient rounded alike" * (question.reduce == "int8")
+    alone += ", each one's gradient rounded in the same way" * (question.reduce == "int8")
     if len({cell.trial.format for cell in cells if cell.trial}) > 1:
         alone += "; for each format in that format"
     if question.buffers and max(question.ranks) > 1:

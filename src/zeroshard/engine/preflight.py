@@ -167,7 +167,7 @@ def check_buffers(model: nn.Module) -> None:
                 where=f"buffer {name!r}",
                 expected="a dense, sparse or nested tensor, or a subclass with __tensor_flatten__",
                 got=f"{type(tensor).__name__} {tensor.dtype} {tensor.layout}",
-                instead="an attribute that is not registered as a buffer, alike on all ranks",
+                instead="an attribute that is not registered as a buffer, equal on all ranks",
             )
 
 
@@ -318,7 +318,7 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
                     where=key,
                     expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
                     got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
-                    instead="build the same model, optimizer and settings on every rank; set OMP_NUM_THREADS alike",
+                    instead="build the same model, optimizer and settings on every rank, and set one OMP_NUM_THREADS",
                 )
         for first, other in zip(everyone[0], theirs, strict=True):
             if first == other:
@@ -345,7 +345,7 @@ def givers(told: list[dict[str, Any]]) -> dict[str, int | None]:
         found[name] = having[0] if having else None
         if having and f"parameter {name!r}" not in told[0] and f"buffer {name!r}" not in told[0]:
             raise PeerError(
-                "a parameter that is not sharded is on meta on some ranks, and nobody sends it",
+                "a parameter that is not sharded is on meta on some ranks, and no rank sends it",
                 where=f"parameter {name!r}",
                 got=f"values on rank {having[0]}, none on rank {lacking[0]}",
                 instead="values of it on every rank, or Layout(ignore=...) without it",

@@ -215,7 +215,7 @@ class Schedule:
         ):
             self.group.progress.trouble = (
                 "an optimizer's part of the weights was edited on this rank: before a forward without grad every rank "
-                "enters `with zero.gathered():`, where that becomes everybody's weights"
+                "enters `with zero.gathered():`, where that becomes every rank's weights"
             )
             # A rank may evaluate alone, but not with weights of which others hold an edited part.
             self.meet("publishing edits", self.group.numbers["forward"])

@@ -330,7 +330,7 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
             if _pieces(other._entry) == _pieces(entry) and other.shape == grad.shape:
                 return other.to_local()
             raise StateError(
-                "two sharded gradients that are not cut alike cannot be combined",
+                "two sharded gradients that are cut differently cannot be combined",
                 where=f"gradients of {entry.slot.name!r} and {other._entry.slot.name!r}",
                 expected=f"{tuple(grad.shape)}, of the same elements on each rank",
                 got=f"{tuple(other.shape)}",

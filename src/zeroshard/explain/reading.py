@@ -53,7 +53,7 @@ def _metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def _refuse_constant(word: str) -> float:
-    raise ValueError(f"{word} is no number of bytes or seconds")
+    raise ValueError(f"{word} is not a number of bytes or seconds")
 
 
 def curves(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -129,7 +129,7 @@ def could_not_meet(environment: Mapping[str, str], error: Exception) -> UserErro
             "another program listens at MASTER_PORT, where the ranks are to meet",
             where=f"rank {rank}",
             got=f"MASTER_PORT={port}: {said}",
-            instead="a port that nobody uses, the same on every rank; torchrun --standalone finds one",
+            instead="a free port, the same on every rank; torchrun --standalone finds one",
         )
     instead = "see that rank 0 runs at MASTER_ADDR, that MASTER_PORT can be reached, and GLOO_SOCKET_IFNAME"
     if "too many open files" in said.lower():

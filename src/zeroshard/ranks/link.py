@@ -37,7 +37,7 @@ from .watch import ENDED, GONE
 
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
 EVERY_RANK = (
-    "every rank calls the model, steps and saves alike; or with zero.gathered(): ... any of them calls it, without grad"
+    "every rank calls the model, steps and saves; or with zero.gathered(): ... any of them calls it, without grad"
 )
 STATE, THROUGH = "state", "through"  # are posted at a levelling's begin and end
 HEEDS = round(BY_ITSELF / SLICE.total_seconds())  # slices, after which calls to a levelling are seen too
@@ -172,7 +172,7 @@ class Link:
         where = f"rank {self.rank}: {self.doing()}"
         whys = self.level("an exception ended what it was at" * self.interrupted)
         raise PeerError(
-            "a rank was interrupted: what was under way has ended on all ranks alike",
+            "a rank was interrupted: all ranks have ended the same collectives",
             where=where,
             got="; ".join(whys),
             instead="try again on every rank, from zero_grad() or the call that was interrupted; or end the program",

@@ -53,7 +53,7 @@ def _instead(meetings: set[int], *, steps: bool, trouble: bool) -> str:
         return "every rank calls the model; or with zero.gathered(): ... any of them, without grad, what it gathers"
     if trouble:
         return "mend that, or try the step again on every rank until it works"
-    return "as many batches on every rank, and zeroshard's collective methods on all of them, alike"
+    return "as many batches on every rank, and zeroshard's collective methods on all of them"
 
 
 def verb(method: Verb) -> Verb:

@@ -71,7 +71,7 @@ def part(a: Run, b: Run) -> Parting | None:
     if a.first.samples != b.first.samples:
         raise UserError(
             "these logs have other elements of each tensor", expected=a.first.samples, got=b.first.samples,
-            instead="RunLog(..., samples=...) alike in both runs",
+            instead="the same RunLog(..., samples=...) in both runs",
         )  # fmt: skip
     for number in range(min(len(a.first.steps), len(b.first.steps))):
         for run in (a, b):

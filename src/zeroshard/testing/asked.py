@@ -51,7 +51,7 @@ def sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
     for each in given:
         if type(each) is not int or not 1 <= each <= MOST:
             raise UserError(
-                f"{MARK}: this is no number of ranks",
+                f"{MARK}: this is not a number of ranks",
                 got=repr(each),
                 expected=f"1 to {MOST}",
                 instead=f"{MARK}(1, 2, 3)",

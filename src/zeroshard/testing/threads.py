@@ -84,11 +84,11 @@ def _ended(made: World, tasks: list[Task]) -> Ran:
         return Ran(None, again)
     lines = [_one_line(task) for task in raised[1:]]
     if schedule.stuck:
-        lines.append(f"nobody could go on: {schedule.stuck}")
+        lines.append(f"no rank could go on: {schedule.stuck}")
     if not raised:
         outcomes = [_hung(task, made) if task in left else None for task in tasks]
         named = ", ".join(str(rank) for rank, outcome in enumerate(outcomes) if outcome)
-        what = made.late or f"nobody could go on: {schedule.stuck}"
+        what = made.late or f"no rank could go on: {schedule.stuck}"
         return Ran(RankFailure(f"hung on rank {named} of {made.size}: {what}", outcomes), again)
     first = raised[0]
     error = first.error

@@ -359,10 +359,20 @@ def vague() -> list[str]:
     ]
 
 
+def messages() -> Iterator[tuple[Path, int, str]]:
+    """Every text of the package that has a space and is no docstring, as messages and helps are: file, line, text."""
+    documented = {(path, line) for path, line, _ in docstrings()}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            said = isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value
+            if said and (path, node.lineno) not in documented:
+                yield path, node.lineno, node.value
+
+
 def riddles() -> list[str]:
-    """The lines of documents and docstrings that have a phrase of PHRASES: file, line, text."""
+    """The lines of documents, docstrings and messages that have a phrase of PHRASES: file, line, text."""
     pages = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
-    texts = [*((path, 1, path.read_text()) for path in pages), *docstrings()]
+    texts = [*((path, 1, path.read_text()) for path in pages), *docstrings(), *messages()]
     return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
         for path, first, text in texts
@@ -396,7 +406,7 @@ _ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$
 _METERS = {
     "ring A": re.compile(r"(?<=Ring A has )[\d,]+(?= lines of code)"),
     "docstrings": re.compile(r"(?<=In the package )[\d,]+(?= docstrings)"),
-    "phrases": re.compile(r"(?<=In documents and docstrings )[\d,]+(?= lines)"),
+    "phrases": re.compile(r"(?<=In documents, docstrings and messages )[\d,]+(?= lines)"),
 }
 
 

@@ -431,7 +431,7 @@ class Replay:
         if failed is not None:
             raise failed
         if wrong := [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(told) if problem]:
-            raise PeerError("another rank could not replay", got="; ".join(wrong), instead="mend that")
+            raise PeerError("another rank could not replay", got="; ".join(wrong), instead="fix that")
         return [digests_of for _, digests_of in told]
 
     # --- comparing --------------------------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ def _attempt(group: Group, target: Path) -> Together:
     def wrong(told: list[str]) -> CheckpointError:
         return CheckpointError(
             "the checkpoint was not saved; the one before it and the training are as they were",
-            where=str(target), got="; ".join(told), instead="mend that, or name another folder, and save again",
+            where=str(target), got="; ".join(told), instead="fix that, or name another folder, and save again",
         )  # fmt: skip
 
     def said(error: Exception) -> str:

@@ -196,7 +196,7 @@ class Finite(Subscriber):
                 if self.last.micro_batch
                 else "a parameter is not finite any more",
                 where=str(self.last),
-                instead='mend that, or Precision(nonfinite="skip") to pass over such steps'
+                instead='fix that, or Precision(nonfinite="skip") to pass over such steps'
                 if self.last.micro_batch
                 else "zero.load(...) the last checkpoint, and a smaller learning rate",
             )

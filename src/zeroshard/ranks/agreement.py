@@ -385,7 +385,7 @@ class Group:
         self.failed = None  # errors in ending all that was under way need not be reported
         if mine is not None:
             raise mine
-        raise PeerError("another rank failed", got="; ".join(told), instead="mend that, and load the last checkpoint")
+        raise PeerError("another rank failed", got="; ".join(told), instead="fix that, and load the last checkpoint")
 
     def for_saves(self, *, behind: bool) -> Group:
         """Return the same ranks with a control group of their own, for a save; `behind` the training it is a thread's.

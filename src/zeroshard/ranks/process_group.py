@@ -52,7 +52,7 @@ def _instead(meetings: set[int], *, steps: bool, trouble: bool) -> str:
     if len(meetings) > 1 and (_number(_CALLS[1]) in meetings or {_number(LEAVING), _number(_CALLS[0])} <= meetings):
         return "every rank calls the model; or with zero.gathered(): ... any of them, without grad, what it gathers"
     if trouble:
-        return "mend that, or try the step again on every rank until it works"
+        return "fix that, or try the step again on every rank until it works"
     return "as many batches on every rank, and zeroshard's collective methods on all of them"
 
 

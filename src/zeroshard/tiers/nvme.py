@@ -124,7 +124,7 @@ class NvmeTier(Tier):
         got = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         self.failed = self.failed or self.error(
             f"the state {file.state!r} could not be moved between memory and its file", str(self.folder), got,
-            "mend the disk, and zero.load the last checkpoint",
+            "repair the disk, and zero.load the last checkpoint",
         )  # fmt: skip
         return self.failed
 

@@ -13,7 +13,15 @@ tomllib = pytest.importorskip("tomllib")
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 HEADER = re.compile(r"^# /// script\n((?:# .*\n)*)# ///$", re.MULTILINE)  # PEP 723
-SCRIPTS = ["accelerate_loop", "hf_trainer", "lightning_fit", "moe", "ray_train", "train_gpt"]  # need no torchrun
+SCRIPTS = [
+    "accelerate_loop",
+    "hf_trainer",
+    "lightning_fit",
+    "long_sequences",
+    "moe",
+    "ray_train",
+    "train_gpt",
+]  # need no torchrun
 
 
 def name_of(requirement):

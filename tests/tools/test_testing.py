@@ -454,6 +454,36 @@ def test_the_plugin_imports_nothing_for_who_does_not_use_it(tmp_path):
     assert ran.returncode == 0, ran.stdout
 
 
+@pytest.mark.parametrize("also", [(), ("-p", PLUGIN)])
+def test_an_environment_that_brings_the_plugin_loads_it_once(tmp_path, monkeypatch, also):
+    """By its entry point, beside `-p` of the same, and beside a conftest.py that names it."""
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brings = tmp_path / "site" / "brings-1.dist-info"
+    brings.mkdir(parents=True)
+    (brings / "METADATA").write_text("Metadata-Version: 2.1\nName: brings\nVersion: 1\n")
+    points = [f"{name} = {value}" for name, value in project["entry-points"]["pytest11"].items()]
+    (brings / "entry_points.txt").write_text("\n".join(["[pytest11]", *points, ""]))
+    monkeypatch.setenv("PYTHONPATH", f"{brings.parent}:{ROOT / 'src'}")
+    (tmp_path / "conftest.py").write_text(f"pytest_plugins = ['{PLUGIN}']\n")
+    (tmp_path / "test_it.py").write_text(UNUSED)
+    command = [
+        sys.executable,
+        "-W",
+        "error",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:hypothesispytest",
+        *also,
+    ]
+    command += ["--rootdir=.", "--strict-markers", "--ranks-seed=1"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 SEEDED = """
 import pytest, torch
 import torch.distributed as dist

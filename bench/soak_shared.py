@@ -39,8 +39,8 @@ import zeroshard
 from zeroshard.ranks import neighbours
 from zeroshard.ranks.link import Link
 from zeroshard.ranks.neighbours import Neighbours
-from zeroshard.ranks.one_copy import Copy
 from zeroshard.ranks.shared_memory import Flight, Host
+from zeroshard.tiers.once import Pages
 
 STEPS, MICRO, EVERY = 12, 2, 2  # of a run; micro-batches of a step on each rank; steps between two checkpoints
 SILENT, STOPPED = 60.0, 3.0  # seconds that a rank may be silent; where one of them is to be
@@ -56,7 +56,7 @@ POINTS = [
     (Neighbours, "tell"),
     (Host, "take"),
     (Host, "read"),
-    (Copy, "forget"),
+    (Pages, "forget"),
     (neighbours, "_exchange"),
     (neighbours, "_call"),
     (neighbours, "_accept"),

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 import ranks
 import zeroshard
 from zeroshard.errors import StateError, UserError
-from zeroshard.runlog.parting import LOOK, part, ulps_between
-from zeroshard.runlog.read import read
+from zeroshard.runlog.parting import LOOK, part
+from zeroshard.runlog.read import read, ulps_between
 
 ROOT = Path(__file__).parents[2]
 STEPS, MICRO = 3, 4  # micro-batches of a step, over all ranks

@@ -12,6 +12,7 @@ from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import UserError
 from zeroshard.runlog.parting import Parting, part
 from zeroshard.runlog.read import Run, read
+from zeroshard.runlog.traced import Traced
 
 FAR = 1 << 23  # ULPs: another power of two
 
@@ -25,8 +26,14 @@ def diff(first: str, second: str, *, as_json: bool) -> int:
         raise InputError(one_line(error)) from error
     steps = [_steps(run) for run in runs]
     if as_json:
-        told = None if found is None else found._asdict()
-        print(json.dumps({"equal": found is None, "steps": min(steps), "first_difference": told}, indent=2))
+        told = None if found is None else {**found._asdict(), "traced": found.traced and found.traced._asdict()}
+        processors = [run.first.processor for run in runs]
+        print(
+            json.dumps(
+                {"equal": found is None, "steps": min(steps), "processors": processors, "first_difference": told},
+                indent=2,
+            )
+        )
     else:
         _show(runs, found)
     return 0 if found is None else launch.FAILED
@@ -39,7 +46,9 @@ def _steps(run: Run) -> int:
 def _show(runs: list[Run], found: Parting | None) -> None:
     for run in runs:
         log = run.first
-        facts = screen.many(_steps(run), "step"), screen.ranks_text(log.ranks), screen.many(len(log.shapes), "tensor")
+        facts = [screen.many(_steps(run), "step"), screen.ranks_text(log.ranks), screen.many(len(log.shapes), "tensor")]
+        if len({each.first.processor for each in runs}) > 1:
+            facts.append(log.processor or "a processor of a kind that was not logged")
         screen.say(f"{escape(screen.shown(run.folder))}  {', '.join(facts)}")
     steps = min(map(_steps, runs))
     if found is None:
@@ -51,12 +60,20 @@ def _show(runs: list[Run], found: Parting | None) -> None:
         if found.names > 1:
             where += f", and {screen.many(found.names - 1, 'tensor')} more"
     screen.say(f"[bold red]they part[/bold red] at {escape(where)}")
-    if found.values is not None:
-        x, y = found.values
-        element = f"element {found.element:,}: " if found.element is not None else ""
-        ulps = f", {found.ulps:,} ULPs apart" if found.ulps is not None and found.ulps < FAR else ""
-        screen.say(f"  {element}{x!r} and {y!r}{ulps}")
-    elif found.name is not None:
-        screen.say("  in elements that the logs do not have; their digests differ")
+    if found.values is not None or found.name is not None:
+        screen.say(f"  {_values(found)}")
+    if found.traced is not None:
+        already = "" if found.traced.alike else ", which was given other numbers already"
+        screen.say(f"  first call that differs: {escape(screen.shown(found.traced.place))}{already}")
+        screen.say(f"    {_values(found.traced)}")
     screen.say(f"  [bold]{escape(found.kind)}[/bold]: {escape(found.says)}")
     screen.say(f"  look at: {escape(found.look)}")
+
+
+def _values(found: Parting | Traced) -> str:
+    if found.values is None:
+        return "in elements that the logs do not have; their digests differ"
+    x, y = found.values
+    element = f"element {found.element:,}: " if found.element is not None else ""
+    ulps = f", {screen.many(found.ulps, 'ULP')} apart" if found.ulps is not None and found.ulps < FAR else ""
+    return f"{element}{x!r} and {y!r}{ulps}"

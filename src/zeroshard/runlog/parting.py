@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import UserError
-from .read import Run, Step, Told, places
+from .read import Run, Step, Told, places, ulps_between
+from .traced import Traced, first_call
 
 LOOK = {  # by kind, where to look for the cause
     "replicas": "weights loaded or drawn on one rank alone; a gradient that is not averaged; a step on some ranks",
@@ -22,6 +23,7 @@ LOOK = {  # by kind, where to look for the cause
     "order": "which rank gets which micro-batch: zero.batches, or a sampler's order",
     "data": "seeds, shuffling, dropout, accumulation times ranks; zero.micro_batch_rng draws the same at any of these",
     "no gradient": "requires_grad, an optimizer that does not have them, find_unused_parameters",
+    "kernel": "a processor with other instructions, another build, threads; random numbers that it draws",
     "losses": "what log.backward(loss) is given: before a division, or after it",
     "gradients": "a part of the model that computes otherwise: a kernel, a mask, dropout",
     "clipping": "clip_grad_norm_, its max_norm, and a GradScaler's unscale_",
@@ -39,12 +41,6 @@ LOOK = {  # by kind, where to look for the cause
     "update": "the optimizer's options or states: betas, eps, a step that is not the same",
 }
 NEAR = 1e-3  # relative: closer numbers differ by rounding, in 32 bits and in 16
-_INTEGERS = {
-    "float32": ("<f", "<i", 0),
-    "bfloat16": ("<f", "<i", 16),
-    "float64": ("<d", "<q", 0),
-    "float16": ("<e", "<h", 0),
-}
 
 
 class Parting(NamedTuple):
@@ -60,6 +56,7 @@ class Parting(NamedTuple):
     element: int | None = None  # flat, among those that are logged
     values: tuple[float, float] | None = None
     ulps: int | None = None
+    traced: Traced | None = None  # the first call of a module that differs, if calls were logged
 
 
 def part(a: Run, b: Run) -> Parting | None:
@@ -83,8 +80,18 @@ def part(a: Run, b: Run) -> Parting | None:
         if _differing(one.gradients, two.gradients) or _losses(a, number) != _losses(b, number):
             found = _batches(a, b, number) or _gradients(a, b, number) or _logged(a, b, number)
             if found is not None:  # else losses are no numbers, in both
-                return found
+                return _computed(a, b, number, found)
     return None
+
+
+def _computed(a: Run, b: Run, number: int, found: Parting) -> Parting:
+    """Add the first call that differs; where a module computes otherwise, that is the kind."""
+    traced = first_call(a, b, number)
+    if traced is None or not traced.alike:
+        return found._replace(traced=traced)
+    same = "inputs and weights" if traced.direction == "forward" else "outputs' gradients and weights"
+    says = f"the {traced.place} has the same {same} in both runs, and its output differs"
+    return found._replace(kind="kernel", says=says, look=LOOK["kernel"], traced=traced)
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------
@@ -132,20 +139,6 @@ class _Teller(NamedTuple):
                     ulps = ulps_between(x, y, mine.dtype) if mine.dtype == theirs.dtype else None
                     return Parting(*told, name, len(self.names), element, (x, y), ulps)
         return Parting(*told, self.names[0], len(self.names))
-
-
-def ulps_between(x: float, y: float, dtype: str) -> int | None:
-    """Count the numbers of a dtype between two of them; None for a dtype without such, or for no numbers."""
-    if dtype not in _INTEGERS or not (math.isfinite(x) and math.isfinite(y)):
-        return None
-    number, integer, shift = _INTEGERS[dtype]
-
-    def place(value: float) -> int:
-        (bits,) = struct.unpack(integer, struct.pack(number, value))
-        bits = int(bits)
-        return (bits if bits >= 0 else -(bits & (1 << (8 * struct.calcsize(integer) - 1)) - 1)) >> shift
-
-    return abs(place(x) - place(y))
 
 
 # --- of what kind -----------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +13,12 @@ from typing import Any, NamedTuple
 from ..errors import UserError
 
 FORMAT, VERSION = "zeroshard run log", 1
+_INTEGERS = {
+    "float32": ("<f", "<i", 0),
+    "bfloat16": ("<f", "<i", 16),
+    "float64": ("<d", "<q", 0),
+    "float16": ("<e", "<h", 0),
+}
 _FILE = re.compile(r"rank\d{5}\.jsonl")
 
 
@@ -30,11 +38,37 @@ class Backward(NamedTuple):
     added: dict[str, list[float]]
 
 
+class Value(NamedTuple):
+    """A tensor of a trace: as of `Told`, with its number of elements."""
+
+    digest: str
+    dtype: str
+    numel: int
+    samples: list[float]
+
+
+class Call(NamedTuple):
+    """One call of a module, in a trace. Of a backward, outputs are the gradient of one of its outputs."""
+
+    direction: str  # forward, backward
+    module: str
+    kind: str  # its class
+    call: int  # of its module in this step, from 0
+    output: int  # of a backward: whose gradient it is; else 0
+    inputs: list[str]  # digests
+    outputs: list[Value]
+
+    @property
+    def key(self) -> tuple[str, str, int, int]:
+        return self.direction, self.module, self.call, self.output
+
+
 @dataclass
 class Step:
     weights: dict[str, Told] | None = None  # before it
     backwards: list[Backward] = field(default_factory=list)
     gradients: dict[str, Told] | None = None  # that it used
+    calls: list[Call] = field(default_factory=list)  # of modules, if they were traced
 
 
 @dataclass
@@ -45,6 +79,7 @@ class Log:
     ranks: int
     samples: int
     shapes: dict[str, tuple[int, ...]]
+    processor: str = ""  # the instructions that kernels use, as torch names them
     steps: list[Step] = field(default_factory=list)
 
 
@@ -81,7 +116,9 @@ def _log(path: Path) -> Log:
                 if (line["format"], line["version"]) != (FORMAT, VERSION):
                     raise ValueError(f"{line['format']} {line['version']}"[:80])
                 shapes = {str(name): tuple(map(int, shape)) for name, shape, _ in line["parameters"]}
-                log = Log(int(line["rank"]), int(line["ranks"]), int(line["samples"]), shapes)
+                log = Log(
+                    int(line["rank"]), int(line["ranks"]), int(line["samples"]), shapes, str(line.get("processor", ""))
+                )
                 continue
             _add(log, line)
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
@@ -104,10 +141,20 @@ def _add(log: Log, line: dict[str, Any]) -> None:
     if "loss" in line:
         added = {str(name): [*map(float, values)] for name, values in line["added"].items()}
         step.backwards.append(Backward(float(line["loss"]), added))
+    elif "calls" in line:
+        step.calls += map(_call, line["calls"])
     elif "weights" in line:
         step.weights = _told(line["weights"])
     else:
         step.gradients = _told(line["gradients"])
+
+
+def _call(told: list[Any]) -> Call:
+    direction, module, kind, call, output, inputs, outputs = told
+    values = [
+        Value(str(found), str(dtype), int(numel), [*map(float, samples)]) for found, dtype, numel, samples in outputs
+    ]
+    return Call(str(direction), str(module), str(kind), int(call), int(output), [*map(str, inputs)], values)
 
 
 def _told(table: dict[str, Any]) -> dict[str, Told]:
@@ -125,3 +172,17 @@ def places(numel: int, samples: int) -> list[int]:
     """Return which elements of a tensor are logged: the first, the last, and others evenly between them."""
     count = min(numel, samples)
     return [at * (numel - 1) // (count - 1) if count > 1 else 0 for at in range(count)]
+
+
+def ulps_between(x: float, y: float, dtype: str) -> int | None:
+    """Count the numbers of a dtype between two of them; None for a dtype without such, or for no numbers."""
+    if dtype not in _INTEGERS or not (math.isfinite(x) and math.isfinite(y)):
+        return None
+    number, integer, shift = _INTEGERS[dtype]
+
+    def place(value: float) -> int:
+        (bits,) = struct.unpack(integer, struct.pack(number, value))
+        bits = int(bits)
+        return (bits if bits >= 0 else -(bits & (1 << (8 * struct.calcsize(integer) - 1)) - 1)) >> shift
+
+    return abs(place(x) - place(y))

@@ -30,6 +30,7 @@ from ..engine.accepted import unwrapped
 from ..errors import StateError, UserError, check_local
 from ..hashing import digest
 from .read import FORMAT, VERSION, file_of, places
+from .trace import Trace, check_traced
 
 SAMPLES = 32  # elements of each tensor, evenly apart
 WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
@@ -46,15 +47,20 @@ class RunLog:
         *,
         zero: Any = None,
         samples: int = SAMPLES,
+        trace: bool = False,
     ) -> None:
         """folder: where each rank writes a file, which must not be there yet.
 
         optimizer: logs gradients when it steps; without one call `gradients()` before each step. zero: what
         `zeroshard.shard` returned, if it sharded the model. samples: elements of each tensor that the file has.
+        trace: also log what each module gets and gives, and its gradient, call by call, so that `zeroshard diff` names
+        the first module that computes otherwise. It copies every activation to the host.
         """
         check_local(os.fspath(folder))
         if type(samples) is not int or samples < 1:
             raise UserError("samples is a number of elements", got=repr(samples), instead=f"samples={SAMPLES}")
+        if trace:
+            check_traced(model)
         running = dist.is_available() and dist.is_initialized()
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
         self.samples, self._zero = samples, zero
@@ -73,6 +79,8 @@ class RunLog:
             [name, [*param.shape], str(param.dtype).removeprefix("torch.")] for name, param in self._params.items()
         ]
         header = {"rank": self.rank, "ranks": self.ranks, "samples": samples, "torch": torch.__version__}
+        header["processor"] = torch.backends.cpu.get_cpu_capability()  # the instructions that torch's kernels use
+        self._trace = Trace(model, self._value, WRAPPED) if trace else None
         self._write({"format": FORMAT, "version": VERSION, **header, "parameters": facts})
         if optimizer is not None:
             unwrapped(optimizer).register_step_pre_hook(lambda *_: self.gradients())
@@ -97,6 +105,7 @@ class RunLog:
                 before = [0.0] * len(now)
             added[name] = [_number(a - b) for a, b in zip(now, before, strict=True)]
             self._before[name] = weakref.ref(grad), now
+        self._write_trace()
         self._write({"step": self._step, "backward": self._backwards, "loss": _number(float(loss)), "added": added})
         self._backwards += 1
 
@@ -105,7 +114,10 @@ class RunLog:
         """Log the gradients that a step is about to use. Collective. An optimizer that was given calls it by itself."""
         self._weigh()
         found = {name: self._told(_whole(grad)) for name, grad in self._gradients()}
+        self._write_trace()
         self._write({"step": self._step, "gradients": found})
+        if self._trace is not None:
+            self._trace.next_step()
         self._step, self._backwards, self._weighed, self._before = self._step + 1, 0, False, {}
 
     def close(self) -> None:
@@ -139,6 +151,16 @@ class RunLog:
         for name, param in self._params.items():
             if param.grad is not None:
                 yield name, param.grad
+
+    def _write_trace(self) -> None:
+        if self._trace is not None and (calls := self._trace.take()):
+            self._write({"step": self._step, "calls": calls})
+
+    def _value(self, tensor: Tensor) -> list[Any]:
+        """Return a tensor's digest, dtype, number of elements and samples."""
+        here = tensor.cpu().contiguous()
+        dtype = str(here.dtype).removeprefix("torch.")
+        return [digest(raw(here)), dtype, here.numel(), [_number(value) for value in self._some(here)]]
 
     def _told(self, tensor: Tensor) -> list[Any]:
         """Return a tensor's digest, dtype, norm and samples."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
-from ..runlog.parting import part, ulps_between
-from ..runlog.read import Run, read
+from ..runlog.parting import part
+from ..runlog.read import Run, read, ulps_between
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

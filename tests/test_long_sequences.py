@@ -13,6 +13,7 @@ import torch
 
 import reference
 import selection
+from zeroshard.errors import CorruptionError
 from zeroshard.planner.simulate import simulate
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "long_sequences.py"
@@ -123,3 +124,22 @@ def test_it_trains_from_the_command_line(tmp_path):
     assert told.returncode == 0, told.stderr
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", told.stdout)]
     assert len(losses) == 2 and losses[1] < losses[0]
+
+
+def replayed(sp):
+    model, _, zero, batches = example().sharded(sp, 3)
+
+    def work(*given):
+        model(*given).backward()
+
+    with pytest.raises(CorruptionError) as error:
+        zero.replay(work)(*batches(1))
+    return str(error.value), [each.rank for each in error.value.found]
+
+
+@pytest.mark.parametrize("sp", [2, 4])
+def test_a_replay_says_that_ranks_of_one_sequence_depend_on_the_rank(ranks, sp):
+    """zeroshard cannot see that they compute one micro-batch together: no rank is accused, though two may agree."""
+    for text, accused in ranks.run(4, replayed, sp):
+        assert set(accused) == {-1}
+        assert "which of them is wrong cannot be told" in text and "depends on the rank" in text

@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import emulated
 import ranks as rank_processes
@@ -149,6 +150,15 @@ SETTINGS = {
     "8 bits": {"comm": Comm(reduce="int8")},
     "host": {"offload": Offload(gradients="cpu", optimizer="cpu")},
     "nonfinite": {"precision": Precision(nonfinite="raise")},
+    "weights in 8 bits": {
+        "precision": Precision(param_dtype=torch.bfloat16, fp8=True, cast_inputs=True, keep=["norm.*"])
+    },
+    "halves": {
+        "precision": Precision(param_dtype=torch.bfloat16, split_master=True, cast_inputs=True, keep=["norm.*"])
+    },
+    "buffers always": {"layout": Layout(buffers="always"), "accumulate": 2},
+    "spread": {"comm": Comm(replicas=2, optimizer="all"), "accumulate": 2, "no_sync": True},
+    "native": {"comm": Comm(reduce="native", overlap=False)},
 }
 
 
@@ -211,8 +221,8 @@ def test_ten_ranks_compute_eight_micro_batches_again(ranks):
         (1, REPLAYED, [0], "this rank got different bits of a micro-batch when it computed it again"),
         (1, ALWAYS, None, ""),  # its bits are the same wrong ones each time
         (2, TRAINING, [1], "rank 1 computes wrongly"),  # when it computes its own once more it agrees with rank 0
-        (2, REPLAYED, [0, 1], "which is wrong cannot be told"),
-        (2, ALWAYS, [0, 1], "which is wrong cannot be told"),
+        (2, REPLAYED, [0, 1], "which of them is wrong cannot be told"),
+        (2, ALWAYS, [0, 1], "which of them is wrong cannot be told"),
     ],
 )
 def test_one_rank_and_two_say_what_they_can(ranks, world, when, suspects, words):
@@ -369,6 +379,78 @@ def test_micro_batches_of_zero_batches_are_replayed(ranks, stage):
     plain, replayed = (ranks.run(2, numbered, stage, every) for every in (None, 1))
     for one, other in zip(plain, replayed, strict=True):
         assert reference.first_difference(one[0], other[0]) == "" and one[1] == other[1]
+
+
+def uneven(stage, every):
+    """`zero.join`: the rank that has run out is replayed too, with the batch that it repeats."""
+    rank = rank_processes.rank()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    torch.manual_seed(rank)
+
+    def work(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss.item()
+
+    step, losses = zero.replay(work, every=every) if every else work, []
+    for x in zero.join([torch.full((3, 6), rank + at + 1.0) for at in range(1 + rank)]):
+        losses.append(step(x))
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return reference.weights(model), losses
+
+
+@pytest.mark.parametrize("stage", selection.STAGES)
+def test_ranks_that_have_run_out_are_replayed(ranks, stage):
+    plain, replayed = (ranks.run(3, uneven, stage, every) for every in (None, 1))
+    for one, other in zip(plain, replayed, strict=True):
+        assert reference.first_difference(one[0], other[0]) == "" and one[1] == other[1]
+
+
+class Tied(nn.Module):
+    """A weight used by two layers, and by a third one inside a re-entrant checkpoint: several gradients a backward."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight, self.reentrant = self.one.weight, reentrant
+
+    def forward(self, x):
+        x = torch.tanh(self.two(torch.tanh(self.one(x))))
+        return checkpoint(lambda x: torch.dropout(self.two(x), 0.3, True), x, use_reentrant=self.reentrant)
+
+
+def several(stage, reentrant, flips):
+    rank = rank_processes.rank()
+    model = Tied(reentrant)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(units=()))
+    if flips and rank == 2:
+        model.one.register_forward_hook(flip)
+
+    def work(x):
+        model(x).square().mean().backward()
+
+    step = zero.replay(work, every=1)
+    for number in range(2):
+        try:
+            step(torch.full((3, 6), rank + number + 1.0))
+        except CorruptionError as error:
+            return [each.rank for each in error.found]
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("stage", selection.STAGES)
+def test_weights_with_several_gradients_in_a_backward(ranks, stage, reentrant):
+    assert ranks.run(3, several, stage, reentrant, False) == [[]] * 3
+    assert ranks.run(3, several, stage, reentrant, True) == [[2, 2]] * 3
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------

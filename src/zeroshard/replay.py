@@ -7,7 +7,7 @@ of them computes wrongly, without an error: silent data corruption. A third rank
     2  every rank computes one of another rank's (`assigned`), with that one's random numbers and buffers; what backward
        leaves of gradients is digested and dropped, as of a rank that `Zero.join` keeps in step
     3  the ranks compare digests. Of micro-batches of which they differ, one more rank computes each (2, once more)
-    4  what two ranks have got is right (`right`), and a rank that got anything else is named
+    4  what two ranks have got is right (`right`), and a rank that got anything else is named, unless these are most
 
 Every rank computes in 2 and 3, since gathers at stage 3 take all of them. Of more than `MOST` ranks as many
 micro-batches travel, of other ranks each time, and several ranks compute each.
@@ -58,8 +58,8 @@ class Suspect(NamedTuple):
 class Corruption(NamedTuple):
     """One micro-batch of which a rank got bits that others did not get.
 
-    step: from 1. owner: the rank whose micro-batch it was. suspects: the rank that is wrong; several ranks where no two
-        of them got the same.
+    step: from 1. owner: the rank whose micro-batch it was. suspects: the rank that is wrong; several where that cannot
+        be told, because no two agree, or because more than half of all ranks would be wrong.
     spoiled: are gradients of the training wrong (or may be, with several suspects)? Else only the replay's were.
     parameter: the first, in the engine's order, whose gradient differs; else a buffer, or another product in words.
     elements: of it, counted flat, in which the first difference lies: from, to before.
@@ -473,19 +473,20 @@ class Replay:
         name = None if device.type == "cpu" else hardware(device)["name"]
         told = group.describe([socket.gethostname(), f"{device}{f' {name}' if name else ''}"])
         machines = [Suspect(rank, *each) for rank, each in enumerate(told)]
+        good = {owner: right([(rank, digest) for rank, _, digest in each]) for owner, each in results.items()}
+        wrong = {
+            rank for owner, each in results.items() for rank, _, digest in each if good[owner] not in (None, digest)
+        }
+        if group.ranks > 1 and 2 * len(wrong) > group.ranks:  # rather than most machines, the function is at fault
+            good = dict.fromkeys(good)
         for owner, computed in results.items():
-            agreed = right([(rank, digest) for rank, _, digest in computed])
-            if agreed is None:
-                first = computed[0]
-                other = next(each for each in computed if each[2] != first[2])
-                pairs = [(first, other, sorted({rank for rank, *_ in computed}))]
-            else:
-                good = next(each for each in computed if each[2] == agreed)
-                pairs = [(good, each, [each[0]]) for each in computed if each[2] != agreed]
-            for good, bad, who in pairs:
-                place = self._place(self._everyones(good, tables), self._everyones(bad, tables))
-                spoiled = agreed is None or bad[1] < 0
-                suspects = tuple(machines[rank] for rank in who)
+            agreed, everyone = good[owner], sorted({rank for rank, *_ in computed})
+            one = next(each for each in computed if agreed in (None, each[2]))
+            others = [each for each in computed if each[2] != one[2]]
+            for other in others if agreed else others[:1]:
+                place = self._place(self._everyones(one, tables), self._everyones(other, tables))
+                suspects = tuple(machines[rank] for rank in ([other[0]] if agreed else everyone))
+                spoiled = not agreed or other[1] < 0
                 found.append(Corruption(group.progress.steps + 1, owner, suspects, spoiled, *place))
         return found
 
@@ -538,7 +539,7 @@ def _error(found: list[Corruption], ranks: int) -> CorruptionError:
         what = f"rank {named} computes wrongly: two other ranks got the same bits of a micro-batch, and it did not"
         instead += ", without that machine; what it trained since the replay before is to be doubted"
     else:
-        what = "ranks got different bits of a micro-batch, and no two of them the same: which is wrong cannot be told"
+        what = "ranks got different bits of a micro-batch, and which of them is wrong cannot be told"
     if not named or ranks == 1:
         instead += (
             ". Where it comes at once, on machines that are sound, the function is not deterministic, or depends on "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import os
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import selection
 import training
 import zeroshard
 from zeroshard import Comm, Layout, Offload
-from zeroshard.errors import UserError
+from zeroshard.errors import TierError, UserError
 from zeroshard.headroom import aligned
 from zeroshard.planner.simulate import STEPS, simulate
 
@@ -281,6 +283,21 @@ def test_what_an_exception_leaves_is_given_back(where, tier, tmp_path):
     usual, left = (BLOCKS - 1) * X, (3 * X if where == "backward" else 0)
     assert found == [usual] * 2 + [usual + left] * (3 * bool(left))
     assert zero.ledger().tiers["device"].get("activations", 0) == 0
+
+
+def test_a_disk_that_is_full_is_named_and_the_next_forward_tries_again(tmp_path, monkeypatch):
+    model, _, zero = made(3, to("nvme", str(tmp_path)))
+
+    def refuses(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", refuses)
+        with pytest.raises(TierError, match=r"(?s)'activations' could not be moved.*4,096 bytes more are needed"):
+            model(batch(0)).sum()
+    gc.collect()
+    model(batch(0)).sum().backward()
+    assert held(zero, "nvme") == (BLOCKS - 1) * X
 
 
 def test_room_that_a_forward_has_no_use_for_goes_back_to_the_disk(tmp_path):

@@ -41,7 +41,6 @@ from .backward import in_backward
 from .forward import Forward, Frame
 from .guard import Saved, SavedItself, check_version
 from .subscriber import Subscriber
-from .unit import Unit
 
 STATE = "activations"
 SMALL = 1 << 10  # bytes; to move less than this saves nothing
@@ -73,9 +72,9 @@ class Kept:
 class Segment:
     """The storages in which the tensors of one run of a unit's forward lie, and where those rest that it owns."""
 
-    def __init__(self, number: int, unit: Unit, forward: int) -> None:
+    def __init__(self, number: int = 0, unit: int = 0, forward: int = 0) -> None:
         self.number = number
-        self.unit = unit.index
+        self.unit = unit
         self.forward = forward
         self.rest: Rest | None = None
         self.reached = False  # has the running backward come to it?
@@ -125,7 +124,7 @@ class Activations(Subscriber):
         self._forward: weakref.ref[Forward] = weakref.ref(engine.schedule.forward)
         self._outermost: Any = lambda: None  # the frame of the running forward, weakly
         self._saving: Any = lambda: None  # and of the unit's that saved last
-        self._open = Segment(0, engine.units[0], 0)
+        self._open = Segment()
         self._numbers = itertools.count(1)
         self._forwards = 0
         self._segments: dict[int, weakref.ref[Segment]] = {}  # those of graphs that are there, the oldest first
@@ -212,12 +211,12 @@ class Activations(Subscriber):
 
     def _start(self, frame: Frame) -> None:
         self._saving = weakref.ref(frame)
-        self._open = Segment(next(self._numbers), frame.unit, self._forwards)
+        self._open = Segment(next(self._numbers), frame.unit.index, self._forwards)
         self._segments[self._open.number] = weakref.ref(self._open)
 
     def _close(self) -> None:
         """Let the segment go out that was saved last: the program has come to another."""
-        segment, self._saving = self._open, lambda: None
+        segment, self._open, self._saving = self._open, Segment(), lambda: None  # if it cannot go, it stays
         leaving = [kept for kept in segment.needs() if kept.owner is segment and kept.start < 0]
         if not leaving:
             return
@@ -266,6 +265,8 @@ class Activations(Subscriber):
         self._segments = {number: each for number, each in self._segments.items() if each() is not None}
         self._storages = {address: each for address, each in self._storages.items() if each() is not None}
         if not self._rests:
+            with self.rests.renewed():  # what failed before has lost no state: the next forward may try again
+                pass
             unused = [nbytes for nbytes in self._idle if nbytes not in self._asked]
             self.rests.give_up(STATE, [rest for nbytes in unused for rest in self._idle.pop(nbytes)])
         self._asked.clear()

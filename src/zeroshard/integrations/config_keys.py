@@ -333,7 +333,7 @@ ACCELERATE: Mapping[str, Key] = {
     "fsdp_config.fsdp_backward_prefetch": policy("comm", "prefetch", _ahead, "NO_PREFETCH: `Comm(prefetch=0)`; else one unit ahead, the default"),
     "fsdp_config.fsdp_forward_prefetch": ignored("`Comm(prefetch=...)` holds in both directions"),
     "fsdp_config.fsdp_activation_checkpointing": policy("layout", "recompute", flag, "`Layout(recompute=True)`"),
-    "fsdp_config.fsdp_activation_checkpointing_offload": refused("Activations are not moved to the host", "`torch.autograd.graph.save_on_cpu`", False),
+    "fsdp_config.fsdp_activation_checkpointing_offload": refused("A policy of its own moves activations", "`Offload(activations=\"cpu\")`", False),
     "fsdp_config.fsdp_ignored_modules": refused("Modules are not named by regular expressions", '`Layout(ignore=["name.*"])`: names of parameters'),
     "fsdp_config.fsdp_state_dict_type": ignored("`zero.save` for shards, `zero.export` for whole weights"),
     "fsdp_config.fsdp_use_orig_params": ignored("the optimizer always keeps your parameters' groups"),

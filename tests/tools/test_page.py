@@ -1307,6 +1307,7 @@ def test_the_frames_start_at_the_first(opened):
 def test_a_view_goes_into_the_address_and_back(opened):
     page = opened("walkthroughs")
     page.get_by_role("link", name="260 parameters", exact=True).click()
+    page.get_by_role("button", name="Free play").click()
     page.get_by_label("stage 2", exact=True).check()
     page.get_by_role("link", name="Calculator").click()
     page.go_back()

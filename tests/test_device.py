@@ -340,15 +340,18 @@ def test_an_interrupt_or_an_exception_leaves_no_call_out(caplog):
         time.sleep(0.3)
         through.append("through")
 
+    def slow_while_interrupted():
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        slow()
+
     def interrupt(*_):
         raise KeyboardInterrupt
 
     prepare(2)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(KeyboardInterrupt):
-            AtOnce({1: slow, 2: slow}).wait(60)
+            AtOnce({1: slow_while_interrupted, 2: slow}).wait(60)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -379,7 +379,8 @@ def test_no_rank_updates_what_a_closure_of_another_still_reads(ranks, stage):
         assert all(map(torch.equal, seen, others))
 
 
-def test_a_plan_counts_the_one_copy_once_for_a_host(command):
+def test_a_plan_counts_the_one_copy_once_for_a_host(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # a row for each stage, whole
     for options, told in (((), False), (("--offload-parameters", "shared"), True)):
         code, out, error = command(
             "plan", "--params", "7e9", "--ranks", "8", "--stage", "2", "--offload-optimizer", "cpu", *options

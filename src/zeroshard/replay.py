@@ -134,7 +134,8 @@ def digests(tensor: Tensor) -> Tensor:
     each = piece(flat.numel())
     if flat.is_cpu:
         told = [cast(bytes, fingerprint(part)) for part in flat.split(each)]
-        found[: len(told)] = torch.tensor([int.from_bytes(one[:8], "little", signed=True) for one in told])
+        numbers = [int.from_bytes(one[:8], "little", signed=True) for one in told]
+        found[: len(told)] = torch.tensor(numbers, device="cpu")
         return found
     words = flat.view(torch.uint8).to(torch.int16) if flat.itemsize == 1 else flat.view(torch.int16)
     wide = each * (words.numel() // flat.numel())
@@ -389,7 +390,7 @@ class Replay:
                 table[row] = digests(place.content)
             for leaf in tree_leaves(result):
                 if isinstance(leaf, (Tensor, bool, int, float)):
-                    value = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf)
+                    value = leaf if isinstance(leaf, Tensor) else torch.tensor(leaf, device="cpu")
                     table[-2] = table[-2] * _ODD[0] + digests(value).to(device)
             drawn = json.dumps(rng_states(device)).encode()
             table[-1] = digests(torch.frombuffer(bytearray(drawn), dtype=torch.uint8)).to(device)
@@ -451,7 +452,8 @@ class Replay:
             mine = assigned(group.rank, group.ranks, number, turn)
             with group.as_one():
                 for owner in disputed:
-                    came = message if owner == group.rank else torch.empty(sizes[owner], dtype=torch.uint8)
+                    room = torch.empty(sizes[owner], dtype=torch.uint8, device=message.device)
+                    came = message if owner == group.rank else room
                     group.broadcast(came, owner)
                     given = came if owner == mine else given
             told = self._all_again(turn, tables, partial(self._again, given, before))

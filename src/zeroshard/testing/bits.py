@@ -97,7 +97,7 @@ def _words(x: Any, y: Any) -> str:
     places = (a != b).nonzero().reshape(-1)
     at, one, two = int(places[0]), a[places[0]], b[places[0]]
     flat = at // (2 if x.is_complex() else 1)
-    index = [int(each) for each in torch.unravel_index(torch.tensor(flat), x.shape)] if x.dim() else []
+    index = [int(each) for each in torch.unravel_index(torch.tensor(flat, device="cpu"), x.shape)] if x.dim() else []
     values = [tensor.detach().cpu().reshape(-1)[flat].item() for tensor in (x, y)]
     digits = 2 * one.itemsize
     shown = [

@@ -192,6 +192,28 @@ def test_the_command_says_where_and_why(right, tmp_path, command):
         assert words in said
 
 
+def test_a_log_that_was_not_closed_is_said_to_lack_its_last_update(right, tmp_path, command):
+    for name in ("left", "closed"):
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1 if name == "left" else 0.2)
+        log = zeroshard.RunLog(tmp_path / name, model, optimizer)
+        loss = model(batch(0, 0)[0]).square().mean()
+        loss.backward()
+        log.backward(loss)
+        optimizer.step()
+        log._file.close() if name == "left" else log.close()
+    code, told, _ = command("diff", tmp_path / "left", tmp_path / "closed")
+    said = " ".join(told.split())
+    assert code == 0 and "the same bits in all 1 step" in said
+    assert (
+        f"not closed: {tmp_path / 'left'} lacks the weights after its last step" in said
+        and said.count("not closed") == 1
+    )
+    code, told, _ = command("diff", tmp_path / "left", tmp_path / "closed", "--json")
+    assert json.loads(told)["closed"] == [False, True]
+    assert "not closed" not in command("diff", right, right)[1]
+
+
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "diff.md").read_text()

@@ -30,7 +30,13 @@ def diff(first: str, second: str, *, as_json: bool) -> int:
         processors = [run.first.processor for run in runs]
         print(
             json.dumps(
-                {"equal": found is None, "steps": min(steps), "processors": processors, "first_difference": told},
+                {
+                    "equal": found is None,
+                    "steps": min(steps),
+                    "processors": processors,
+                    "closed": [run.closed for run in runs],
+                    "first_difference": told,
+                },
                 indent=2,
             )
         )
@@ -51,6 +57,11 @@ def _show(runs: list[Run], found: Parting | None) -> None:
             facts.append(log.processor or "a processor of a kind that was not logged")
         screen.say(f"{escape(screen.shown(run.folder))}  {', '.join(facts)}")
     steps = min(map(_steps, runs))
+    for run in (run for run in runs if not run.closed):
+        screen.say(
+            f"[yellow]not closed[/yellow]: {escape(screen.shown(run.folder))} lacks the weights after its last step. "
+            "Write with RunLog(...) as log:, or log.close()"
+        )
     if found is None:
         screen.say(f"[bold green]the same bits[/bold green] in all {screen.many(steps, 'step')}")
         return

@@ -33,7 +33,8 @@ LOOK = {  # by kind, where to look for the cause
     "a rank": "no_sync() on one rank, a backward that it does not run, a sum of which it is not a part",
     "micro-batches": "a backward that does not run, or whose gradient is dropped",
     "a cast": "autocast, a reduction in 16 bits, gradients or weights kept in them without masters",
-    "no_sync": "no_sync(), set_requires_gradient_sync(False): sums round otherwise, and each of them is sent",
+    "no_sync": "no_sync(), FSDP2's set_requires_gradient_sync(False), for all backwards of a step but the last: "
+    "without it every backward sends its sum, and rounds it",
     "order of a sum": "another number of ranks, an all-reduce of the backend's own, other buckets or kernels",
     "learning rate": "lr, its schedule, or an update that runs twice",
     "weight decay": "weight_decay, and which parameters have it",

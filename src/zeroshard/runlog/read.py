@@ -92,6 +92,11 @@ class Run:
     def first(self) -> Log:
         return self.logs[0]
 
+    @property
+    def closed(self) -> bool:
+        """Tell if the weights that its last step has made are in every log: `RunLog.close` writes them."""
+        return all(log.steps and log.steps[-1].gradients is None for log in self.logs)
+
 
 def read(folder: Path) -> Run:
     """Read a folder of logs. Raises `UserError` for what is none, or not of one run."""

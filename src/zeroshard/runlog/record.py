@@ -1,9 +1,9 @@
 """`RunLog`: a small file for each rank that says what every step's losses, gradients and weights were.
 
-    log = zeroshard.RunLog("runs/a", model, optimizer)
-    ...
-    loss.backward()
-    log.backward(loss)      # after each backward; the optimizer's own hook logs what it is about to use
+    with zeroshard.RunLog("runs/a", model, optimizer) as log:
+        ...
+        loss.backward()
+        log.backward(loss)      # after each backward; the optimizer's own hook logs what it is about to use
 
 It works in any loop: plain, DDP, FSDP2, zeroshard. Of each tensor the file has a digest of all bits, the norm, and some
 elements, so that two runs can be told apart exactly, and their difference be named (`zeroshard diff`).

@@ -186,10 +186,10 @@ def diff(
 ) -> None:
     """Find the first step, tensor and element in which two runs differ, and of what kind the difference is.
 
-    The runs are of any engine: plain PyTorch, DDP, FSDP2, zeroshard. Two lines in a training loop log one:
+    The runs are of any engine: plain PyTorch, DDP, FSDP2, zeroshard. Two lines around and in a loop log one:
 
-      log = zeroshard.RunLog("runs/a", model, optimizer)
-      log.backward(loss)                                  # after each loss.backward()
+      with zeroshard.RunLog("runs/a", model, optimizer) as log:   # around the loop
+          log.backward(loss)                              # after loss.backward()
 
     Exit code 0 says that all logged steps have the same bits; 1 that they part.
     """

@@ -11,6 +11,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: bits depend on 
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 os.environ.setdefault("RES_OPTIONS", "timeout:1")  # TCPStore asks the name server who 127.0.0.1 is, and waits for it
+os.environ.pop("COLUMNS", None)  # workers of pytest-xdist say 80, and commands would wrap what they print to a pipe
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # ranks, reference, models
 
 import hypothesis

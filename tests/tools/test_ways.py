@@ -211,7 +211,8 @@ def test_the_command_says_it(capsys):
     ]
     app(words, standalone_mode=False)
     shown = capsys.readouterr().out
-    assert 'recommended: stage=3, comm=Comm(replicas=8, optimizer="all")' in shown
+    assert shown.startswith("\nStage 3, 8 replicas, the optimizer over all: least time of what fits")
+    assert 'comm=zeroshard.Comm(replicas=8, optimizer="all")' in shown
     ways = zeroshard.plan(**SETTINGS, gpu_mem="12GB").ways
     assert all(" ".join(reason.split()) in " ".join(shown.split()) for reason in ways.because)
     app([*words, "--json"], standalone_mode=False)

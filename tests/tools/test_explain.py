@@ -1123,7 +1123,7 @@ def test_a_recorded_step_reads_back(tmp_path):
 
 FORGED = {
     "no json": (lambda found: "{", "not a recorded step"),
-    "a NaN": (lambda found: '{"format": NaN}', "NaN is no number"),
+    "a NaN": (lambda found: '{"format": NaN}', "NaN is not a number"),
     "another format": (lambda found: found.update(format="x"), "zeroshard-run"),
     "a later version": (lambda found: found.update(version=99), "another version"),
     "no run": (lambda found: found.update(run=[]), "run is no object"),

@@ -95,7 +95,8 @@ class ModelState:
     def fragments(self, binding: Binding) -> list[Fragment]:
         """Return the optimizer's fragments on this rank, with each of its ignored parameters as one whole fragment."""
         params = [param for group in binding.optimizer.param_groups for param in group["params"]]
-        return [*binding.fragments, *(Fragment(p, self.alone[id(p)], 0) for p in params if id(p) in self.alone)]
+        alone = [(p, self.alone[id(p)]) for p in params if id(p) in self.alone]
+        return [*binding.fragments, *(Fragment(p, b, 0, Elements(0, p.numel()), tuple(p.shape)) for p, b in alone)]
 
 
 def _alone(record: Managed, group: Group) -> Buffer:
@@ -321,7 +322,7 @@ def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, i
     local = [Kinds(fixed_shapes(each.optimizer), {}, _common([_grains(running, each)])) for each in running.bindings]
     for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
         for fragment in running.fragments(binding):
-            part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
+            part, own = fragment.elements, fragment.saved
             at = fragment.buffer.among(fragment.slot).offset
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():

@@ -344,8 +344,7 @@ def _states(staged: Staged, saved: Saved, binding: Binding, fragment: Fragment, 
         if state not in inside:
             states[state] = _state(staged, saved, stored, binding, fragment, match)
         elif (name, stored) in saved.cut:
-            part = fragment.slot.within(*fragment.buffer.updated)
-            wanted = _wanted(saved, (name, stored), fragment.buffer, fragment.slot, *part)
+            wanted = _wanted(saved, (name, stored), fragment.buffer, fragment.slot, *fragment.elements)
             staged.fills.append((inside[state].view(-1), wanted))
         else:
             staged.fills.append((inside[state], saved.read(saved.whole[name, stored])))
@@ -360,7 +359,7 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
         dtype, grain = saved.dtypes[key], saved.grains.get(key, 1)
         dtype = like.dtype if dtype.is_floating_point and grain == 1 else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
-        buffer, slot, part = fragment.buffer, fragment.slot, fragment.slot.within(*fragment.buffer.updated)
+        buffer, slot, part = fragment.buffer, fragment.slot, fragment.elements
         if rests_away(buffer) and grain == 1:
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)

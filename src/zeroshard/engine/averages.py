@@ -80,7 +80,7 @@ class Averages:
         """Return a fragment's averaged gradient in its shape, dtype and device: a view of the accumulator if it can be,
         made once."""
         param, accumulator = fragment.param, entry.accumulator
-        own, part = accumulator.for_step, fragment.slot.slice_of(*fragment.buffer.updated)
+        own, part = accumulator.for_step, fragment.own
         if own.device != param.device:
             return self._copied(fragment.buffer, own, param)[part].view(param.shape)
         if accumulator.sum.on_demand and not accumulator.sum.rest.on_device:

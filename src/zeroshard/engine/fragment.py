@@ -21,6 +21,7 @@ from ..layout import Slot
 from ..numerics import simulated
 from ..ranks.agreement import Group
 from ..stage import STATES
+from ..strips import Elements
 from ..tiers.tier import Part
 from .buffer import Buffer, Place
 from .flat import Flat
@@ -36,15 +37,38 @@ class Member(NamedTuple):
 
 
 class Fragment(NamedTuple):
-    """The part of one parameter that one optimizer on this rank updates."""
+    """Elements of one parameter that one optimizer on this rank updates together. shape: in which it sees them."""
 
     param: nn.Parameter
     buffer: Buffer
     position: int
+    elements: Elements  # of its slot
+    shape: tuple[int, ...]
 
     @property
     def slot(self) -> Slot:
         return self.buffer.bucket.slots[self.position]
+
+    @property
+    def saved(self) -> Elements:
+        """Those of its elements that this rank writes to a checkpoint."""
+        start, stop = self.slot.start + self.elements.start, self.slot.start + self.elements.stop
+        first, last = self.buffer.saves
+        return self.slot.within(max(start, first), min(stop, last))
+
+    @property
+    def own(self) -> slice:
+        """Its elements as indices into a tensor of all that this rank updates of the bucket."""
+        if not self.elements.numel:
+            return slice(0, 0)
+        first = self.slot.start - self.buffer.updated[0]
+        return slice(first + self.elements.start, first + self.elements.stop)
+
+    def view(self, *, inside: bool = False) -> Tensor:
+        """Return its elements where they rest. inside: here() of a state that rests in a file; else these are NaN."""
+        if self.buffer.updating.on_demand and not inside:
+            return self.buffer.absent(self.elements.numel).view(self.shape)
+        return self.buffer.target[self.own].view(self.shape)
 
 
 class States:
@@ -83,14 +107,15 @@ class States:
             self._counters[buffer.bucket.index] = flat.data
             self._versions[buffer.bucket.index] = 0
         flat = self._counters[buffer.bucket.index]
-        param = nn.Parameter(view(buffer, place.position, flat=flat), requires_grad=requires_grad)
-        fragment = Fragment(param, buffer, place.position)
+        part = buffer.bucket.slots[place.position].within(*buffer.updated)
+        blank = Fragment(nn.Parameter(), buffer, place.position, part, shape_of(buffer, place.position))
+        param = nn.Parameter(flat[blank.own].view(blank.shape), requires_grad=requires_grad)
         self._addresses[id(param)] = _address(param)
-        return fragment
+        return blank._replace(param=param)
 
     def point(self, fragment: Fragment, *, inside: bool = False) -> None:
         """Point a fragment at where its elements are now."""
-        fragment.param.data = view(fragment.buffer, fragment.position, inside=inside)
+        fragment.param.data = fragment.view(inside=inside)
         self._addresses[id(fragment.param)] = _address(fragment.param)
 
     def retarget(self, buffer: Buffer) -> None:
@@ -123,7 +148,7 @@ class States:
             param, buffer = fragment.param, fragment.buffer
             if _address(param) == self._addresses[id(param)]:
                 continue
-            data, mine = param.data, view(buffer, fragment.position, inside=inside)
+            data, mine = param.data, fragment.view(inside=inside)
             self.point(fragment, inside=inside)
             if (data.shape, data.dtype, data.device) != (mine.shape, mine.dtype, mine.device):
                 raise UserError(
@@ -154,8 +179,7 @@ class States:
             check_cut(self.optimizer, slot.name, slot.shape, key, value)
         if not is_like(key, value, slot.shape, fixed):
             return value if options.get("fused") or options.get("capturable") else value.to(home)
-        part = slot.within(*fragment.buffer.updated)
-        value = value.reshape(-1)[part.start : part.stop].view(like.shape)
+        value = value.reshape(-1)[fragment.elements.start : fragment.elements.stop].view(like.shape)
         # Cast as load_state_dict does it: to the dtype of what is updated.
         value = value.to(like.dtype if value.is_floating_point() else value.dtype, copy=True)
         return self._put_away(fragment, key, value, fixed) if rests_away(fragment.buffer) else value
@@ -195,7 +219,7 @@ class States:
             name = file_name(key, self.number)
             tier, degree = buffer.tiers["optimizer"], buffer.placements.optimizer
             rests[key] = Flat.reserve(name, buffer.bucket, self.group, tier, like.dtype, degree)
-        part = slot.within(*buffer.updated)
+        part = fragment.elements
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
 
     def _put_away(self, fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
@@ -302,22 +326,14 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
         )
 
 
-def view(buffer: Buffer, position: int, *, inside: bool = False, flat: Tensor | None = None) -> Tensor:
-    """Return the elements of one slot that an optimizer updates: 1-D; if this rank has all, in the parameter's shape.
+def shape_of(buffer: Buffer, position: int) -> tuple[int, ...]:
+    """Return the shape in which an optimizer sees what it updates of a slot: 1-D; the parameter's if this rank has all.
 
     A parameter without dimensions has one here nevertheless: so a count of steps, which has none, differs from it.
-    inside: here() of a state that rests in a file; else such elements are NaN. flat: take them from this tensor, and
-    not from the bucket.
     """
     slot = buffer.bucket.slots[position]
-    part = slot.slice_of(*buffer.updated)
-    if flat is not None:
-        flat = flat[part]
-    elif buffer.updating.on_demand and not inside:
-        flat = buffer.absent(part.stop - part.start)
-    else:
-        flat = buffer.target[part]
-    return flat.view(slot.shape) if slot.shape and flat.numel() == slot.numel else flat
+    numel = slot.within(*buffer.updated).numel
+    return slot.shape if slot.shape and numel == slot.numel else (numel,)
 
 
 def _address(param: Tensor) -> int:

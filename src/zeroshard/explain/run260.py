@@ -208,11 +208,10 @@ def _kept(zero: zeroshard.Zero, optimizer: torch.optim.Optimizer) -> list[dict[s
     found = []
     for fragment in zero._engine.bindings[0].fragments:
         if fragment.param.numel():
-            part = fragment.slot.within(*fragment.buffer.updated)
             state = optimizer.state[fragment.param]
             found.append(
                 {
-                    "name": fragment.slot.name, "start": part.start, "master": numbers(fragment.param),
+                    "name": fragment.slot.name, "start": fragment.elements.start, "master": numbers(fragment.param),
                     "exp_avg": numbers(state["exp_avg"]), "exp_avg_sq": numbers(state["exp_avg_sq"]),
                 }
             )  # fmt: skip

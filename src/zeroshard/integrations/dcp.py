@@ -201,7 +201,7 @@ def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, M
 def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
     if not isinstance(value, Tensor):
         return value
-    part, own = fragment.slot.within(*fragment.buffer.updated), fragment.slot.within(*fragment.buffer.saves)
+    part, own = fragment.elements, fragment.saved
     if not per_element(fragment, key, value, fixed):
         return value.detach().clone()  # a copy, since DCP loads in place, and perhaps not on every rank
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]

@@ -23,7 +23,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .errors import UserError, nearest
 from .fields import FLAG, Field, check_fields, number, one_of
@@ -32,6 +32,8 @@ from .strips import Elements
 
 Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "always", "local"]
+
+Named = Mapping[str, tuple[Sequence[str], tuple[int, ...]]]  # by name: all of a parameter's names, and its shape
 
 BLOCK = 128  # elements
 WHOLE = 0  # as a number of elements that no cut may part: all of them
@@ -86,6 +88,10 @@ class Layout:
         no number of groups changes a bit. Sends as many times the bytes of these gradients as there are groups.
     whole: parameter names or patterns that are never cut, while the others are. Their owners are balanced by work, the
         longest first. What an optimizer needs whole (Muon, Adafactor, a class with `whole = True`) is so by itself.
+    matrices: {name pattern: how many equal matrices the rows of a parameter stack}: `{"*.qkv.weight": 3}`; "first" for
+        [E, a, b], one matrix for each index of the first dimension. An optimizer gets each as a parameter of its own
+        and has a state of each, no matrix is cut, and each may have another owner. Of parameters along an axis the
+        number is of the rows that a rank has.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
     """
@@ -100,6 +106,7 @@ class Layout:
     along: Mapping[str, str] = field(default_factory=dict)
     apart: bool = False
     whole: Sequence[str] = ()
+    matrices: Mapping[str, int | Literal["first"]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_fields(self, _FIELDS)
@@ -117,6 +124,7 @@ class Layout:
                     got=repr(self.align),
                     instead='Layout(align={"*.weight": 256})',
                 )
+        _check_matrices(self.matrices)
         axes = [*self.along.values()] if isinstance(self.along, Mapping) else [None]
         if len(set(map(repr, axes))) > 1 or not all(isinstance(axis, str) and axis for axis in axes):
             raise UserError(
@@ -158,6 +166,17 @@ class Layout:
         return bool(unit) and any(fnmatch.fnmatchcase(unit, pattern) for pattern in patterns)
 
 
+def _check_matrices(matrices: Any) -> None:
+    numbers = [*matrices.values()] if isinstance(matrices, Mapping) else [None]
+    if not all(each == "first" or (type(each) is int and each > 0) for each in numbers):
+        raise UserError(
+            "Layout.matrices takes name patterns, and for each how many matrices a parameter's rows stack",
+            expected='a number from 1, or "first" for one matrix for each index of the first of three dimensions',
+            got=repr(matrices),
+            instead='Layout(matrices={"*.qkv.weight": 3})',
+        )
+
+
 class Spec(NamedTuple):
     """The facts of one parameter that the layout needs. `unit` indexes the list of units."""
 
@@ -172,6 +191,7 @@ class Spec(NamedTuple):
     block: int = 1  # elements, counted from its start, that no cut may part; or `WHOLE`
     cut: int | None = None  # the dimension that tensor parallelism has cut it on
     fp8: bool = False  # does it rest and travel in 8 bits?
+    matrix: tuple[int, ...] = ()  # the shape of each of the matrices that its rows stack; (): it is one tensor
 
     @property
     def numel(self) -> int:
@@ -186,6 +206,12 @@ class Slot(NamedTuple):
     start: int
     numel: int
     cut: int | None = None  # the dimension that tensor parallelism has cut it on
+    matrix: tuple[int, ...] = ()  # the shape of each of the matrices that its rows stack; (): it is one tensor
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """The shape of what an optimizer of whole tensors updates together of it."""
+        return self.matrix or self.shape
 
     @property
     def stop(self) -> int:
@@ -346,10 +372,41 @@ def matching(names: Mapping[str, Sequence[str]], patterns: Iterable[str], settin
     return found
 
 
-def together(parameters: Mapping[str, tuple[Sequence[str], int]], layout: Layout) -> dict[str, int]:
+def stacked(parameters: Named, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each of the matrices that a parameter stacks, of those that `Layout.matrices` names.
+
+    parameters: {name: (all of its names, shape)}. Raises `UserError` for patterns that match nothing, and for rows that
+    are no such number of matrices.
+    """
+    names = {name: others for name, (others, _) in parameters.items()}
+    found: dict[str, tuple[int, ...]] = {}
+    for pattern, count in layout.matrices.items():
+        for name in matching(names, [pattern], "Layout.matrices"):
+            shape = parameters[name][1]
+            dims, rows = (3, 1) if count == "first" else (2, int(count))
+            if len(shape) != dims or not math.prod(shape) or shape[0] % rows:
+                raise UserError(
+                    "the rows of a parameter are not so many equal matrices",
+                    where=f"parameter {name!r}, Layout(matrices={{{pattern!r}: {count!r}}})",
+                    expected="three dimensions" if count == "first" else f"two dimensions, rows in {rows} parts",
+                    got=f"shape {shape}",
+                    instead="a pattern that leaves it out, or another number",
+                )
+            matrix = shape[1:] if count == "first" else (shape[0] // rows, *shape[1:])
+            if found.setdefault(name, matrix) != matrix:
+                raise UserError(
+                    "two patterns say otherwise how many matrices a parameter stacks",
+                    where=f"parameter {name!r}, Layout(matrices={{{pattern!r}: {count!r}}})",
+                    got=f"matrices of {found[name]} and of {matrix}",
+                    instead="one pattern for it",
+                )
+    return found
+
+
+def together(parameters: Named, layout: Layout) -> dict[str, int]:
     """Return, for each parameter that a layout's patterns name, how many elements no cut may part, or `WHOLE`.
 
-    parameters: {name: (all of its names, elements)}. Raises `UserError` for patterns that match nothing, contradict
+    parameters: {name: (all of its names, shape)}. Raises `UserError` for patterns that match nothing, contradict
     each other, or ask for more than a tensor has.
     """
     names = {name: others for name, (others, _) in parameters.items()}
@@ -363,15 +420,25 @@ def together(parameters: Mapping[str, tuple[Sequence[str], int]], layout: Layout
                     got=f"Layout(whole={list(layout.whole)}, align={dict(layout.blocks)})",
                     instead="patterns that leave it out of one of the two",
                 )
-            if block > parameters[name][1]:
+            if block > math.prod(parameters[name][1]):
                 raise UserError(
                     "a block is larger than the tensor",
                     where=f"parameter {name!r}, Layout(align={{{pattern!r}: {block}}})",
-                    expected=f"at most {parameters[name][1]} elements",
+                    expected=f"at most {math.prod(parameters[name][1])} elements",
                     got=block,
                     instead=f"a pattern that leaves it out, or Layout(whole=[{name!r}])",
                 )
             found[name] = math.lcm(found.get(name, 1), block)
+    for name, matrix in stacked(parameters, layout).items():
+        if name in found:
+            raise UserError(
+                "a parameter is a stack of matrices, and another setting says where it may be cut",
+                where=f"parameter {name!r}",
+                got=f"Layout(matrices={dict(layout.matrices)}, whole={list(layout.whole)}, align={layout.align})",
+                instead="patterns that leave it out of the other",
+            )
+        numel = math.prod(matrix)
+        found[name] = WHOLE if numel == math.prod(parameters[name][1]) else numel
     return found
 
 
@@ -460,7 +527,7 @@ def _pack(key: BucketKey, run: list[Spec], align: int, owner: Mapping[str, int])
     if key.whole:  # by owner, so that shards are contiguous
         run = sorted(run, key=lambda spec: owner[spec.name])
     for spec in run:
-        slots.append(Slot(spec.name, spec.shape, end, spec.numel, spec.cut))
+        slots.append(Slot(spec.name, spec.shape, end, spec.numel, spec.cut, spec.matrix))
         end += _round_up(spec.numel, key.block or align)
     return _Packed(key, tuple(slots), tuple(owner.get(spec.name, 0) for spec in run), end)
 

@@ -188,11 +188,12 @@ def told_kinds(running: ModelState) -> list[Any]:
     parameters, the block sizes that fit, and the groups that hold parts."""
     found = []
     for binding in running.bindings:
-        parts = {}
+        parts: dict[str, list[dict[str, Any]]] = {}
         for fragment in running.fragments(binding):
             if 0 < fragment.param.numel() < math.prod(fragment.buffer.among(fragment.slot).shape):
                 kept, name = binding.states.kept(fragment), fragment.slot.name
-                parts[name] = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
+                told = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
+                parts.setdefault(name, []).append(told)
         fixed = {f"{key}": sorted(shapes) for key, shapes in fixed_shapes(binding.optimizer).items()}
         found.append([fixed, parts, _grains(running, binding), _holding(binding)])
     return found
@@ -230,7 +231,7 @@ def agreed_kinds(everyone: Sequence[list[Any]]) -> list[Kinds]:
             for key, shapes in fixed.items():
                 kinds.fixed.setdefault(key, set()).update(map(tuple, shapes))
         for name in dict.fromkeys(name for _, parts, *_ in ranks for name in parts):
-            there = [parts[name] for _, parts, *_ in ranks if name in parts]
+            there = [each for _, parts, *_ in ranks for each in parts.get(name, ())]
             for state in dict.fromkeys(state for each in there for state in each):
                 like = _agreed(name, own_name(state), [each.get(state) for each in there], kinds)
                 kinds.parts.setdefault(name, {})[own_name(state)] = like

@@ -129,7 +129,8 @@ def _items(
             if fragment.buffer.bucket.index in chosen:
                 for key, value in binding.states.kept(fragment).items():
                     of = held(fragment.buffer, fragment.buffer.placements.optimizer)
-                    yield f"{of}state {key!r} of parameter {fragment.slot.name!r}", value
+                    at = f" from element {fragment.elements.start}" if fragment.slot.matrix else ""
+                    yield f"{of}state {key!r} of parameter {fragment.slot.name!r}{at}", value
 
 
 Kind = tuple[str, int | None, str]  # shape and dtype, or the value; of a tensor its elements and their digest

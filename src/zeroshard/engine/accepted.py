@@ -7,14 +7,14 @@ so the layout cuts what it updates. The class says which: `elementwise = True`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..layout import WHOLE, Layout, Partition, together
+from ..layout import WHOLE, Layout, Partition, stacked, together
 from ..stage import Degree
 from ..tiers.offload import Offload
 from .buffer import Buffer
@@ -80,14 +80,16 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
 
     replicated: each rank updates all of every parameter, so no optimizer minds a cut. Nor does one if nothing is cut.
     """
-    found = together({record.name: (record.names, record.param.numel()) for record in managed}, layout)
+    shapes = {record.name: (record.names, tuple(record.param.shape)) for record in managed}
+    found, stacks = together(shapes, layout), stacked(shapes, layout)
     records = {id(record.param): record for record in managed}
     for optimizer in optimizers:
         _check_overrides(optimizer)
+        _check_matrices(optimizer, [records[id(p)].name for p in updated(optimizer) if id(p) in records], stacks)
     for optimizer in () if replicated or layout.bounds == "tensor" else optimizers:
         for record in (records.get(id(param)) for param in updated(optimizer)):
             block = block_of(optimizer)
-            if record is not None and block is not None:
+            if record is not None and block is not None and record.name not in stacks:
                 # Some keep other states of a tensor that is no multiple: of that, its parts must not be multiples.
                 needed = WHOLE if block and record.param.numel() % block else block
                 if block == WHOLE and found.get(record.name):
@@ -99,6 +101,17 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
                     )
                 found[record.name] = math.lcm(found.get(record.name, 1), needed)
     return found
+
+
+def _check_matrices(optimizer: Any, names: list[str], stacks: Container[str]) -> None:
+    """Refuse stacked matrices for an optimizer of blocks: it counts them from a tensor's start."""
+    found = [name for name in names if name in stacks]
+    if found and (block_of(optimizer) or 1) > 1:
+        raise UserError(
+            "this optimizer works on blocks of elements, and Layout.matrices gives it each matrix by itself",
+            where=f"{type(optimizer).__name__}, parameter {found[0]!r}",
+            instead="a pattern in Layout.matrices that leaves it out, or an optimizer of whole tensors or elements",
+        )
 
 
 def updated(optimizer: Any) -> list[Any]:

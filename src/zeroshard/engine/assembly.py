@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..errors import PeerError
 from ..events import DEVICE, HOST, NVME
 from ..features import features, first
-from ..layout import Bucket, Layout, Partition, Spec, partition
+from ..layout import Bucket, Layout, Partition, Spec, partition, stacked
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
@@ -128,6 +128,7 @@ class Assembly:
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
         specs, axes = [], first("axes", self.managed, layout) or {}
         matching(self.managed, self.precision.keep, "Precision.keep")
+        stacks = stacked({r.name: (r.names, tuple(r.param.shape)) for r in self.managed}, layout)
         fp8 = first("chosen", self.managed, self.precision) or ()
         for r in self.managed:
             kept = self.precision.keeps(r.names)
@@ -139,7 +140,9 @@ class Assembly:
                 check_trained(r.name, dtype)
             together = block.get(r.name, 1)
             kind = shape, str(dtype), dtype.itemsize
-            specs.append(Spec(r.name, *kind, r.unit, trainable, axis, kept, together, cut, r.name in fp8))
+            specs.append(
+                Spec(r.name, *kind, r.unit, trainable, axis, kept, together, cut, r.name in fp8, stacks.get(r.name, ()))
+            )
         return specs
 
     def reserve(self) -> None:

@@ -39,6 +39,7 @@ class Averages:
         for fragment, entry in entries:
             if entry is not None:
                 self.entry_of[id(fragment.param)] = entry
+                self._gradients.elements[id(fragment.param)] = fragment.elements
                 if not any(param is fragment.param for param in entry.fragments):
                     entry.fragments.append(fragment.param)
                     if self._gradients.having([entry]):
@@ -64,7 +65,7 @@ class Averages:
             entry = self.entry_of.get(id(fragment.param))
             if entry is not None:
                 has = entry.number in having
-                fragment.param.grad = self._gradients.shown(entry, fragment.param, is_fragment=True) if has else None
+                fragment.param.grad = self._gradients.shown(entry, fragment.param, fragment.elements) if has else None
 
     def give(self, fragments: Iterable[Fragment], which: set[int]) -> None:
         """Give averages to the fragments that are to have one: `which`, by id."""

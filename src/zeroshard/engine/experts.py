@@ -60,7 +60,8 @@ def check_rows(optimizer: Any, rows: Sequence[tuple[str, int]]) -> None:
         raise UserError(
             "this optimizer works on whole tensors or blocks, and of this one a rank has some rows only",
             where=f"{type(optimizer).__name__}, parameter {parted[0]!r} in Layout.along",
-            instead="another optimizer for it, beside this one for the others: shard(model, [muon, adamw])",
+            instead="another optimizer for it, beside this one for the others: shard(model, [muon, adamw]); or, if "
+            "a rank's rows are whole matrices, Layout(matrices={name: how many})",
         )
 
 
@@ -75,7 +76,13 @@ class _Manifest(Feature):
         """Refuse optimizers that need more of a tensor than a rank's rows."""
         if assembly.group.axis_team.seat.parts == 1:
             return
-        numel = {slot.name: slot.numel for each in assembly.partition.buckets if each.axis for slot in each.slots}
+        numel = {
+            slot.name: slot.numel
+            for each in assembly.partition.buckets
+            if each.axis
+            for slot in each.slots
+            if not slot.matrix
+        }
         names = {id(record.param): record.name for record in assembly.managed}
         for optimizer in optimizers:
             trained = [names.get(id(param), "") for param in updated(optimizer)]

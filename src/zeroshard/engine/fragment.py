@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -97,9 +98,9 @@ class States:
 
     # --- what is written to fragments outside a step ----------------------------------------------------------------
 
-    def fragment(self, place: Place, *, requires_grad: bool) -> Fragment:
-        """Make a fragment for the optimizer to update. Those of a bucket share a version counter, which is theirs
-        alone."""
+    def fragments(self, place: Place, *, requires_grad: bool) -> list[Fragment]:
+        """Make fragments for the optimizer to update: one, or one for each stacked matrix. Those of a bucket share a
+        version counter, which is theirs alone."""
         buffer = place.buffer
         if buffer.bucket.index not in self._counters:
             first, last = buffer.updated
@@ -107,11 +108,13 @@ class States:
             self._counters[buffer.bucket.index] = flat.data
             self._versions[buffer.bucket.index] = 0
         flat = self._counters[buffer.bucket.index]
-        part = buffer.bucket.slots[place.position].within(*buffer.updated)
-        blank = Fragment(nn.Parameter(), buffer, place.position, part, shape_of(buffer, place.position))
-        param = nn.Parameter(flat[blank.own].view(blank.shape), requires_grad=requires_grad)
-        self._addresses[id(param)] = _address(param)
-        return blank._replace(param=param)
+        made = []
+        for part, shape in parts_of(buffer, place.position):
+            blank = Fragment(nn.Parameter(), buffer, place.position, part, shape)
+            param = nn.Parameter(flat[blank.own].view(shape), requires_grad=requires_grad)
+            self._addresses[id(param)] = _address(param)
+            made.append(blank._replace(param=param))
+        return made
 
     def point(self, fragment: Fragment, *, inside: bool = False) -> None:
         """Point a fragment at where its elements are now."""
@@ -326,14 +329,19 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
         )
 
 
-def shape_of(buffer: Buffer, position: int) -> tuple[int, ...]:
-    """Return the shape in which an optimizer sees what it updates of a slot: 1-D; the parameter's if this rank has all.
+def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, ...]]]:
+    """Return what an optimizer on this rank updates together of a slot, and in which shape: 1-D; the parameter's if
+    this rank has all. Of stacked matrices each by itself, empty if another rank has it.
 
     A parameter without dimensions has one here nevertheless: so a count of steps, which has none, differs from it.
     """
     slot = buffer.bucket.slots[position]
-    numel = slot.within(*buffer.updated).numel
-    return slot.shape if slot.shape and numel == slot.numel else (numel,)
+    held = slot.within(*buffer.updated)
+    if slot.matrix and slot.numel:
+        numel = math.prod(slot.matrix)
+        each = [(Elements(at, at + numel), slot.matrix) for at in range(0, slot.numel, numel)]
+        return [(p, s) if held.start <= p.start and p.stop <= held.stop else (Elements(0, 0), (0,)) for p, s in each]
+    return [(held, slot.shape if slot.shape and held.numel == slot.numel else (held.numel,))]
 
 
 def _address(param: Tensor) -> int:

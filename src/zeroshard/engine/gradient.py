@@ -17,6 +17,7 @@ from ..device import ask, blank
 from ..errors import StateError, TierError
 from ..numerics import average_
 from ..ranks.agreement import Group
+from ..strips import Elements
 from .accumulator import Accumulator, Entry
 from .buffer import Buffer
 from .norms import norms
@@ -43,6 +44,7 @@ class Gradients:
         self._edited_with: Any = None
         self._asked: tuple[Tensor, int, Tensor] | None = None  # of the device: a number, its version, what it is
         self._displaced: list[Entry] = []  # those with something in `displaced`
+        self.elements: dict[int, Elements] = {}  # by fragment's id, those of its slot that it has
         self.made: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by id: while these are the same
         self.judged: Tensor | None = None  # a GradScaler's found_inf that already has all ranks' verdict
         self._answers: dict[float, Tensor] = {}
@@ -69,24 +71,26 @@ class Gradients:
         with torch._C.DisableTorchFunctionSubclass():
             for entry in entries:
                 if not isinstance(entry.param.grad, ShardedGrad):
-                    entry.param.grad = self.shown(entry, entry.param, is_fragment=False)
+                    entry.param.grad = self.shown(entry, entry.param)
                 for fragment in entry.fragments:
-                    fragment.grad = self.shown(entry, fragment, is_fragment=True)
+                    fragment.grad = self.shown(entry, fragment, self.elements[id(fragment)])
                 # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
                 if not entry.fragments and entry.updater in self.stand_ins:
                     stand_in = self.stand_ins[entry.updater]
                     if stand_in.grad is None:
-                        stand_in.grad = self.shown(entry, stand_in, is_fragment=True)
+                        stand_in.grad = self.shown(entry, stand_in, Elements(0, 0))
 
-    def shown(self, entry: Entry, holder: nn.Parameter, *, is_fragment: bool) -> ShardedGrad:
+    def shown(self, entry: Entry, holder: nn.Parameter, elements: Elements | None = None) -> ShardedGrad:
         """Return what a parameter or fragment shows as its gradient, made once: making it takes longer than all else.
+
+        elements: those of its slot that a fragment has.
 
         If the program has kept a parameter's, it is made anew: a kept one must not speak for a later backward.
         """
-        kept = not is_fragment and sys.getrefcount(self.made.get(id(holder))) > 2  # by the table, and for the question
+        kept = elements is None and sys.getrefcount(self.made.get(id(holder))) > 2  # by the table, and for the question
         known = self.made.get(id(holder))
         if known is None or kept or known._number != entry.number:
-            known = self.made[id(holder)] = ShardedGrad(self, entry, holder, is_fragment=is_fragment)
+            known = self.made[id(holder)] = ShardedGrad(self, entry, holder, elements)
         return known
 
     def take(self, numbers: Iterable[int]) -> dict[int, Tensor | None]:

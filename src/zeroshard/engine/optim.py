@@ -125,12 +125,13 @@ class Binding(Transaction):
                 for param in params
             ]
             kept = [
-                (params[at] if fragment is None else fragment, at)
-                for at, fragment in enumerate(made)
-                if fragment is None or fragment.numel()
+                (each, at)
+                for at, fragments in enumerate(made)
+                for each in ([params[at]] if fragments is None else fragments)
+                if fragments is None or each.numel()
             ]
             # A group must not be empty: schedulers, scalers and some step functions look at its first parameter.
-            kept = kept or [(next(fragment for fragment in made if fragment is not None), 0)]
+            kept = kept or [(next(fragments[0] for fragments in made if fragments), 0)]
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][at] for _, at in kept]
             params[:] = [param for param, _ in kept]  # in place: LBFGS, for one, keeps this very list
@@ -162,22 +163,23 @@ class Binding(Transaction):
             self.members = [Member(member.place, copies[id(member.group)]) for member in self.members]
         self.members = [member for member in self.members if id(member.group) in groups]
 
-    def _fragment(self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool) -> nn.Parameter:
+    def _fragment(
+        self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool
+    ) -> list[nn.Parameter]:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            held = self.states.fragment(place, requires_grad=param.requires_grad)
-        fragment = held.param
-        self.fragments.append(held)
+            fragments = self.states.fragments(place, requires_grad=param.requires_grad)
+        self.fragments += fragments
         self.members.append(Member(place, group))
         state = self.optimizer.state.pop(param, None)
-        if state:
+        for fragment in fragments if state else ():
             kept = {
-                key: self.states.cut(held, key, value, group, fixed=fixed, broadcast=broadcast)
+                key: self.states.cut(fragment, key, value, group, fixed=fixed, broadcast=broadcast)
                 for key, value in state.items()
             }
-            if fragment.numel():
-                self.optimizer.state[fragment] = kept
-        return fragment
+            if fragment.param.numel():
+                self.optimizer.state[fragment.param] = kept
+        return [fragment.param for fragment in fragments]
 
     def retarget(self, buffer: Buffer) -> None:
         """Make a bucket's fragments views of its masters, which it has just got."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..device import ask
 from ..errors import StateError
 from ..ranks.agreement import Group
+from ..strips import Elements
 from .accumulator import Accumulator, Entry
 from .scaler import unscale
 
@@ -75,16 +76,29 @@ class ShardedGrad(Tensor):
     # Weak, and a number instead of the entry: p.grad is a reference in C++, where the collector sees no cycles.
     _weak_book: weakref.ref[Book]
     _number: int
-    _is_fragment: bool
+    _elements: Elements | None  # of its slot, if it is a fragment's
 
     @staticmethod
-    def __new__(cls, book: Book, entry: Entry, like: Tensor, *, is_fragment: bool) -> ShardedGrad:
+    def __new__(cls, book: Book, entry: Entry, like: Tensor, elements: Elements | None = None) -> ShardedGrad:
         return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)
 
-    def __init__(self, book: Book, entry: Entry, like: Tensor, *, is_fragment: bool) -> None:
+    def __init__(self, book: Book, entry: Entry, like: Tensor, elements: Elements | None = None) -> None:
         self._weak_book = weakref.ref(book)
         self._number = entry.number
-        self._is_fragment = is_fragment
+        self._elements = elements
+
+    @property
+    def _is_fragment(self) -> bool:
+        return self._elements is not None
+
+    @property
+    def _own(self) -> slice:
+        """Its elements among those of its slot whose average this rank has."""
+        if self._elements is None:
+            return slice(None)
+        owned, (start, stop) = self._entry.slot.within(*self._entry.accumulator.buffer.owned), self._elements
+        low = min(max(start, owned.start), owned.stop)
+        return slice(low - owned.start, max(low, min(stop, owned.stop)) - owned.start)
 
     @property
     def _book(self) -> Book:
@@ -167,7 +181,7 @@ class ShardedGrad(Tensor):
         Collective only if no_sync left sums to reduce.
         """
         self._book.keeper.flush()
-        return ReadOnly.of(self._current.accumulator.read(self._entry.position), self._entry.slot.name)
+        return ReadOnly.of(self._current.accumulator.read(self._entry.position)[self._own], self._entry.slot.name)
 
     def editable(self) -> Tensor:
         """Return this rank's elements, averaged, to be changed in place; inside its accumulator's sum.here()."""
@@ -175,7 +189,7 @@ class ShardedGrad(Tensor):
         self._book.keeper.flush()
         self._book.forget_answers()
         entry.accumulator.edit()
-        return entry.accumulator.fragment(entry.position)
+        return entry.accumulator.fragment(entry.position)[self._own]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -180,12 +180,18 @@ def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, M
     numbers = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
     for fragment in running.fragments(binding):
         slot, param = fragment.slot, fragment.param
+        if slot.matrix not in ((), slot.shape):
+            raise UserError(
+                "torch.distributed.checkpoint has one place for a parameter's states, and its matrices have several",
+                where=f"parameter {slot.name!r}, in Layout.matrices",
+                instead="zero.save(path), which loads with and without Layout.matrices",
+            )
         if not param.numel():
             continue
         kept = binding.optimizer.state.get(param)
         if not kept:
             number = numbers[id(param)]
-            key = number, param.dtype, asked_with(binding.optimizer, slot.shape)
+            key = number, param.dtype, asked_with(binding.optimizer, slot.together)
             if key not in asked:
                 asked[key] = probe(binding.optimizer, binding.optimizer.param_groups[number], key[1], key[2])
             shape = tuple(param.shape)

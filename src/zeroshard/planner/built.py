@@ -58,10 +58,10 @@ def holding(zero: Zero) -> Holding:
             return {}
         number = members[bucket.index, slot.name]
         optimizer, group = groups[number]
-        key = number, zero.dtypes(bucket).master, asked_with(optimizer, slot.shape)
+        key = number, zero.dtypes(bucket).master, asked_with(optimizer, slot.together)
         if key not in probed:
             probed[key] = probe(optimizer, group, key[1], key[2])
-        found = {state: each.kept(slot.shape) for state, each in probed[key].items()}
+        found = {state: each.kept(slot.together) for state, each in probed[key].items()}
         number = numbers[id(optimizer)]
         if zero._engine.resting[bucket.index]["optimizer"] == NVME:
             return {file_name(state, number) if each[1] == 1 else state: each for state, each in found.items()}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..events import DEVICE
-from ..layout import Layout, Partition, Spec, partition, together
+from ..layout import Layout, Partition, Spec, partition, stacked, together
 from ..stage import Degree, Placements
 from . import advice, files, instants, recipes, shapes, states, units
 from .advice import Change
@@ -100,8 +100,9 @@ def _fullest(cut: Partition, owned: list[states.Owned], placements: Placements, 
 def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:
     # Buckets are cut by the parameters' bytes in training, not in the file: whole ones, even if a recipe says 1.5.
     specs = model.specs(max(round(asked.recipe.parameters), 1), asked.experts, asked.ep)
-    blocks = together({spec.name: ([spec.name], spec.numel) for spec in specs}, layout)
-    return [spec._replace(block=blocks.get(spec.name, 1)) for spec in specs]
+    parameters = {spec.name: ([spec.name], spec.shape) for spec in specs}
+    blocks, stacks = together(parameters, layout), stacked(parameters, layout)
+    return [spec._replace(block=blocks.get(spec.name, 1), matrix=stacks.get(spec.name, ())) for spec in specs]
 
 
 def _notes(model: shapes.Shapes, specs: Sequence[Spec], laid_out: Partition, asked: Asked) -> list[str]:

@@ -66,8 +66,9 @@ def reserved(
     filed: dict[str, Fraction | int] = {}
     updated = bucket.held(sits, placements.optimizer)
     for slot in bucket.slots:
-        numel = slot.within(*updated).numel
-        if numel:  # else the optimizer has no state of it on this rank
+        held = slot.within(*updated).numel
+        numel = math.prod(slot.matrix) if slot.matrix else held
+        for _ in range(held // numel if numel else 0):  # else the optimizer has no state of it on this rank
             for state, (itemsize, grows) in kept(bucket, slot).items():
                 if grows == 1 and tier == NVME:
                     filed[state] = itemsize

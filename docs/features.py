@@ -256,6 +256,11 @@ FEATURES = {
         unless=r"ahead|averaged|on_demand|_landing|forget|spread_average|average\(self",
         homonyms=("engine/edits.py", "engine/gathered.py", "engine/accumulator.py", "engine/flat.py"),
     ),
+    "fused weights": Feature(
+        r"slot\.matrix|spec\.matrix|\bmatrix:|matrix=|\bmatrices\b|\bstacks\b|\bstacked\(|slot\.together",
+        ("matrices.py",),
+        homonyms=("explain/walk260.py", "explain/walk4.py", "planner/texts/b.py"),
+    ),
     "tensors that are never cut": Feature(
         r"\bWHOLE\b|bucket\.whole|\.whole\b|\bblock_of|layout\.blocks|\.blocks\b|grain|owners\(|_block\(|together\(|key\.block"
         r"|bucket\.block|slot\.block",

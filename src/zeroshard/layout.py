@@ -34,6 +34,7 @@ Bounds = Literal["unit", "model", "tensor"]
 Buffers = Literal["broadcast", "always", "local"]
 
 Named = Mapping[str, tuple[Sequence[str], tuple[int, ...]]]  # by name: all of a parameter's names, and its shape
+Stacks = Mapping[str, tuple[int, ...]]  # by name: the shape of each of the matrices that a parameter's rows stack
 
 BLOCK = 128  # elements
 WHOLE = 0  # as a number of elements that no cut may part: all of them
@@ -372,38 +373,7 @@ def matching(names: Mapping[str, Sequence[str]], patterns: Iterable[str], settin
     return found
 
 
-def stacked(parameters: Named, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each of the matrices that a parameter stacks, of those that `Layout.matrices` names.
-
-    parameters: {name: (all of its names, shape)}. Raises `UserError` for patterns that match nothing, and for rows that
-    are no such number of matrices.
-    """
-    names = {name: others for name, (others, _) in parameters.items()}
-    found: dict[str, tuple[int, ...]] = {}
-    for pattern, count in layout.matrices.items():
-        for name in matching(names, [pattern], "Layout.matrices"):
-            shape = parameters[name][1]
-            dims, rows = (3, 1) if count == "first" else (2, int(count))
-            if len(shape) != dims or not math.prod(shape) or shape[0] % rows:
-                raise UserError(
-                    "the rows of a parameter are not so many equal matrices",
-                    where=f"parameter {name!r}, Layout(matrices={{{pattern!r}: {count!r}}})",
-                    expected="three dimensions" if count == "first" else f"two dimensions, rows in {rows} parts",
-                    got=f"shape {shape}",
-                    instead="a pattern that leaves it out, or another number",
-                )
-            matrix = shape[1:] if count == "first" else (shape[0] // rows, *shape[1:])
-            if found.setdefault(name, matrix) != matrix:
-                raise UserError(
-                    "two patterns say otherwise how many matrices a parameter stacks",
-                    where=f"parameter {name!r}, Layout(matrices={{{pattern!r}: {count!r}}})",
-                    got=f"matrices of {found[name]} and of {matrix}",
-                    instead="one pattern for it",
-                )
-    return found
-
-
-def together(parameters: Named, layout: Layout) -> dict[str, int]:
+def together(parameters: Named, layout: Layout, stacks: Stacks) -> dict[str, int]:
     """Return, for each parameter that a layout's patterns name, how many elements no cut may part, or `WHOLE`.
 
     parameters: {name: (all of its names, shape)}. Raises `UserError` for patterns that match nothing, contradict
@@ -429,7 +399,7 @@ def together(parameters: Named, layout: Layout) -> dict[str, int]:
                     instead=f"a pattern that leaves it out, or Layout(whole=[{name!r}])",
                 )
             found[name] = math.lcm(found.get(name, 1), block)
-    for name, matrix in stacked(parameters, layout).items():
+    for name, matrix in stacks.items():
         if name in found:
             raise UserError(
                 "a parameter is a stack of matrices, and another setting says where it may be cut",

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..layout import WHOLE, Layout, Partition, stacked, together
+from ..layout import WHOLE, Layout, Partition, together
+from ..matrices import stacked
 from ..stage import Degree
 from ..tiers.offload import Offload
 from .buffer import Buffer
@@ -81,7 +82,8 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
     replicated: each rank updates all of every parameter, so no optimizer minds a cut. Nor does one if nothing is cut.
     """
     shapes = {record.name: (record.names, tuple(record.param.shape)) for record in managed}
-    found, stacks = together(shapes, layout), stacked(shapes, layout)
+    stacks = stacked(shapes, layout)
+    found = together(shapes, layout, stacks)
     records = {id(record.param): record for record in managed}
     for optimizer in optimizers:
         _check_overrides(optimizer)

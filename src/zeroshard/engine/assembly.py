@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from ..errors import PeerError
 from ..events import DEVICE, HOST, NVME
 from ..features import features, first
-from ..layout import Bucket, Layout, Partition, Spec, partition, stacked
+from ..layout import Bucket, Layout, Partition, Spec, partition
+from ..matrices import stacked
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm

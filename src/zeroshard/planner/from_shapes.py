@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..events import DEVICE
-from ..layout import Layout, Partition, Spec, partition, stacked, together
+from ..layout import Layout, Partition, Spec, partition, together
+from ..matrices import stacked
 from ..stage import Degree, Placements
 from . import advice, files, instants, recipes, shapes, states, units
 from .advice import Change
@@ -101,7 +102,8 @@ def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:
     # Buckets are cut by the parameters' bytes in training, not in the file: whole ones, even if a recipe says 1.5.
     specs = model.specs(max(round(asked.recipe.parameters), 1), asked.experts, asked.ep)
     parameters = {spec.name: ([spec.name], spec.shape) for spec in specs}
-    blocks, stacks = together(parameters, layout), stacked(parameters, layout)
+    stacks = stacked(parameters, layout)
+    blocks = together(parameters, layout, stacks)
     return [spec._replace(block=blocks.get(spec.name, 1), matrix=stacks.get(spec.name, ())) for spec in specs]
 
 

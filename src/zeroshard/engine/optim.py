@@ -156,6 +156,8 @@ class Binding(Transaction):
                 entry.updater = None
             if gone:
                 entry.fragments[:] = [param for param in entry.fragments if id(param) not in gone]
+        for number in gone:
+            self.gradients.elements.pop(number, None)
         groups, before = set(map(id, self.optimizer.param_groups)), self._groups
         self._groups = list(self.optimizer.param_groups)
         if len(before) == len(self._groups) and not groups & set(map(id, before)):  # the same ones, copied

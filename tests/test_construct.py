@@ -99,6 +99,7 @@ def test_public_names_are_locked():
             ("along", dataclasses.MISSING),
             ("apart", False),
             ("whole", ()),
+            ("matrices", dataclasses.MISSING),
         ],
         Comm: [
             ("group", None),

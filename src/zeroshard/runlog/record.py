@@ -5,8 +5,8 @@
         loss.backward()
         log.backward(loss)      # after each backward; the optimizer's own hook logs what it is about to use
 
-It works in any loop: plain, DDP, FSDP2, zeroshard. Of each tensor the file has a digest of all bits, the norm, and some
-elements, so that two runs can be told apart exactly, and their difference be named (`zeroshard diff`).
+It works in any loop: plain, DDP, FSDP2, DeepSpeed, zeroshard. Of each tensor the file has a digest of all bits, the
+norm, and some elements, so that two runs can be told apart exactly, and their difference be named (`zeroshard diff`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from ..errors import StateError, UserError, check_local
 from ..hashing import digest
 from .read import FORMAT, VERSION, file_of, places
 from .trace import Trace, check_traced
+from .whole import gradient, hidden, shape, weight, whole
 
 SAMPLES = 32  # elements of each tensor, evenly apart
 WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.)")
@@ -76,7 +77,7 @@ class RunLog:
         except FileExistsError as error:
             raise UserError("there is a run's log already", where=str(path), instead="a folder of its own") from error
         facts = [
-            [name, [*param.shape], str(param.dtype).removeprefix("torch.")] for name, param in self._params.items()
+            [name, [*shape(param)], str(param.dtype).removeprefix("torch.")] for name, param in self._params.items()
         ]
         header = {"rank": self.rank, "ranks": self.ranks, "samples": samples, "torch": torch.__version__}
         header["processor"] = torch.backends.cpu.get_cpu_capability()  # the instructions that torch's kernels use
@@ -99,7 +100,7 @@ class RunLog:
         self._weigh()
         added = {}
         for name, grad in self._gradients():
-            now = self._some(_whole(grad))
+            now = self._some(whole(grad))
             last, before = self._before.get(name, (None, []))
             if last is None or last() is not grad:
                 before = [0.0] * len(now)
@@ -113,7 +114,8 @@ class RunLog:
     def gradients(self) -> None:
         """Log the gradients that a step is about to use. Collective. An optimizer that was given calls it by itself."""
         self._weigh()
-        found = {name: self._told(_whole(grad)) for name, grad in self._gradients()}
+        grads = {name: gradient(param) for name, param in self._params.items()}
+        found = {name: self._told(grad) for name, grad in grads.items() if grad is not None}
         self._write_trace()
         self._write({"step": self._step, "gradients": found})
         if self._trace is not None:
@@ -143,13 +145,13 @@ class RunLog:
         if self._weighed:
             return
         with contextlib.nullcontext() if self._zero is None else self._zero.gathered():
-            found = {name: self._told(_whole(param.detach())) for name, param in self._params.items()}
+            found = {name: self._told(weight(param)) for name, param in self._params.items()}
         self._write({"step": self._step, "weights": found})
         self._weighed = True
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
         for name, param in self._params.items():
-            if param.grad is not None:
+            if param.grad is not None and not hidden(param):
                 yield name, param.grad
 
     def _write_trace(self) -> None:
@@ -172,12 +174,6 @@ class RunLog:
     def _some(self, tensor: Tensor) -> list[float]:
         flat = tensor.reshape(-1)
         return [float(value) for value in flat[places(flat.numel(), self.samples)].double().tolist()]
-
-
-def _whole(tensor: Any) -> Tensor:
-    """Return all of a tensor that ranks have parts of: a `DTensor`, or a gradient of zeroshard's. Collective."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach()
 
 
 def _number(value: float) -> float | str:

@@ -314,6 +314,73 @@ def test_room_that_a_forward_has_no_use_for_goes_back_to_the_disk(tmp_path):
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+class Turning(Block):
+    def forward(self, x, angles):
+        return torch.tanh(self.linear(x * angles)) * angles
+
+
+class Rotated(nn.Module):
+    """Each block uses one tensor twice, as blocks use angles of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Turning() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        angles = x.cos()
+        for block in self.blocks:
+            x = block(x, angles)
+        return x
+
+
+def device_bytes_by_step(way, folder):
+    """Bytes that activations have on the device after each of some steps."""
+    torch.manual_seed(0)
+    model = Rotated() if way == "one tensor twice in each unit" else Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = zeroshard.shard(model, optimizer, stage=2, offload=to("nvme", folder))
+    given, found = [], []
+    model.blocks[2].register_forward_hook(lambda module, inputs, output: given.append(output))
+    model.blocks[4].register_forward_hook(lambda module, inputs, output: given.append(output))
+    for number in range(5):
+        loss = model(batch(number)).square().mean()
+        if way == "a part of the graph":
+            torch.autograd.grad(given[1].sum(), given[0])
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        given.clear()
+        del loss
+        found.append(held(zero, "device"))
+    return found
+
+
+@pytest.mark.parametrize("way", ["one tensor twice in each unit", "a part of the graph"])
+def test_what_came_back_to_the_device_is_given_back_step_by_step(way, tmp_path):
+    first, *others = device_bytes_by_step(way, str(tmp_path))
+    assert others == [first] * 4
+
+
+def test_a_storage_that_was_edited_before_it_was_saved_counts_once():
+    class Edited(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(WIDTH, WIDTH)
+            self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+        def forward(self, x):
+            x = torch.relu_(self.first(x))
+            return sum(block(x) for block in self.blocks)
+
+    torch.manual_seed(0)
+    model = Edited()
+    zero = zeroshard.shard(model, None, stage=0, offload=to("cpu", None))
+    loss = model(batch(0)).square().mean()
+    assert held(zero, "cpu") <= (1 + BLOCKS) * X  # one input for all blocks, and what each tanh gives
+    loss.backward()
+
+
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"Offload.activations names a tier"):
         Offload(activations="host")

@@ -47,6 +47,9 @@ SMALL = 1 << 10  # bytes; to move less than this saves nothing
 GOING = 1  # segments on their way out, whose memory is kept until they are there
 
 
+_numbers = itertools.count()  # of storages that were kept
+
+
 class Kept:
     """One storage in which saved tensors lie. `flat` is all of it, 1-D bytes, while that is on the device."""
 
@@ -59,9 +62,11 @@ class Kept:
         self.came: Event | None = None  # when it is back on the device; None: it is not, or never left
         self.notes = self.unused = 0  # saved tensors in it, and those of them not unpacked since it came back
         self._version, self._sent = version, 0
+        self.number = next(_numbers)
 
-    def went(self, start: int) -> None:
-        self.start, self.flat = start, None
+    def went(self, start: int, *, stays: bool = False) -> None:
+        """Take note of where it rests. stays: that is where it is."""
+        self.start, self.flat = start, self.flat if stays else None
         self._sent = 0 if self._version is None else self._version._version
 
     def has(self, tensor: Tensor) -> bool:
@@ -78,14 +83,14 @@ class Segment:
         self.forward = forward
         self.rest: Rest | None = None
         self.reached = False  # has the running backward come to it?
-        self._needs: list[weakref.ref[Kept]] = []
+        self._needs: dict[int, weakref.ref[Kept]] = {}  # by number; a storage may be saved often
 
     def add(self, kept: Kept) -> None:
-        self._needs.append(weakref.ref(kept))
+        self._needs[kept.number] = weakref.ref(kept)
 
     def needs(self) -> list[Kept]:
-        """Return what some graph still needs."""
-        return [kept for each in self._needs if (kept := each()) is not None]
+        """Return what some graph still needs, once each."""
+        return [kept for each in self._needs.values() if (kept := each()) is not None]
 
 
 class SavedActivation(NamedTuple):
@@ -193,7 +198,8 @@ class Activations(Subscriber):
         return found
 
     def _begin(self, frame: Frame) -> None:
-        """Begin an outermost forward."""
+        """Begin an outermost forward. What a backward of parts of a graph has left is given back first."""
+        self.ended()
         self._close()
         self._tidy()
         self._outermost, self._saving = weakref.ref(frame), lambda: None
@@ -222,7 +228,7 @@ class Activations(Subscriber):
             return
         if self.in_place:
             for kept in leaving:
-                kept.start = 0
+                kept.went(0, stays=True)
                 if kept.flat is not None and self._leave_out is not None:
                     self._leave_out(kept.flat)
                 self.ledger.hold_while(kept, STATE, kept.nbytes, HOST)
@@ -321,7 +327,7 @@ class Activations(Subscriber):
             for kept in coming:
                 kept.flat = self.device.reserve(STATE, kept.nbytes, torch.uint8, zeroed=False)
                 kept.unused, kept.came = kept.notes, Event()
-                self._here[id(kept)] = weakref.ref(kept), kept.flat, _uses(kept.flat)
+                self._here[kept.number] = weakref.ref(kept), kept.flat, _uses(kept.flat)
                 by_owner.setdefault(kept.owner.number, []).append(kept)
             with behind(TO_THE_DEVICE, self.device.device):
                 for those in by_owner.values():
@@ -332,13 +338,14 @@ class Activations(Subscriber):
             for kept in coming:
                 kept.came = came
         except BaseException:
+            self._wait_for_copies()
             for kept in coming:
                 self._take(kept)
             raise
 
     def _take(self, kept: Kept) -> None:
         """Let go of a storage's copy on the device, once no graph has a part of it."""
-        found = self._here.pop(id(kept), None)
+        found = self._here.pop(kept.number, None)
         if found is not None:
             self._taken.append(found[1:])
         kept.flat = kept.came = None
@@ -354,10 +361,10 @@ class Activations(Subscriber):
 
     def ended(self) -> None:
         """Give back what backward had no use for after all."""
-        for _, (reference, flat, uses) in [*self._here.items()]:
+        if self._here:
+            self._wait_for_copies()
+        for reference, flat, uses in [*self._here.values()]:
             if (kept := reference()) is not None:
-                if kept.came is not None:
-                    kept.came.wait()
                 self._take(kept)
             else:
                 self._taken.append((flat, uses))
@@ -367,6 +374,12 @@ class Activations(Subscriber):
                 segment.reached = False
         self._reached.clear()
         self._give_back()
+
+    def _wait_for_copies(self) -> None:
+        """Let the current stream wait for copies to the device: memory may be taken again before they are through."""
+        with behind(TO_THE_DEVICE, self.device.device):
+            came = event(self.device.device)
+        came.wait()
 
     def abandon(self) -> None:
         self.ended()

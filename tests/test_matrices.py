@@ -230,6 +230,21 @@ def test_each_matrix_shows_its_own_gradient():
     assert ranks.run(2, edited, FUSED) == [True] * 2
 
 
+def torchs_checkpoint(layout):
+    model = built()
+    zero = zeroshard.shard(model, optimizers_of("Muon", model), stage=3, layout=layout)
+    try:
+        zero.state_dict()
+    except UserError as error:
+        return str(error)
+
+
+def test_torchs_checkpoint_is_refused_on_every_rank():
+    """One of four ranks has none of the three matrices."""
+    one, *others = ranks.run(4, torchs_checkpoint, FUSED)
+    assert "its matrices have several" in one and others == [one] * 3
+
+
 class Rows(nn.Module):
     def __init__(self, seed):
         super().__init__()

@@ -163,6 +163,7 @@ def check_added(
             raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
         if place is not None and place.buffer.placements.optimizer:
             bucket, slot = place.buffer.bucket, place.buffer.bucket.slots[place.position]
+            _check_matrices(optimizer, [slot.name], {slot.name} if slot.matrix else ())
             block = block_of(optimizer)
             spread = place.buffer.placements.optimizer is Degree.ALL and not bucket.whole
             if (bucket.cuts(slot) or spread) and not (block and bucket.block % block == 0 and slot.numel % block == 0):

@@ -137,6 +137,13 @@ def state_dict(running: ModelState) -> dict[str, Any]:
     model |= {name: tensor.detach().clone() for name, tensor in persistent(running.model)}
     if not running.bindings:
         return {"model": model}
+    slots = [slot for buffer in running.buffers for slot in buffer.bucket.slots]
+    if stacked := [slot.name for slot in slots if slot.matrix not in ((), slot.shape)]:  # on all ranks, whoever has one
+        raise UserError(
+            "torch.distributed.checkpoint has one place for a parameter's states, and its matrices have several",
+            where=f"parameter {stacked[0]!r}, in Layout.matrices",
+            instead="zero.save(path), which loads with and without Layout.matrices",
+        )
     states: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for binding in running.bindings:
@@ -180,12 +187,6 @@ def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, M
     numbers = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
     for fragment in running.fragments(binding):
         slot, param = fragment.slot, fragment.param
-        if slot.matrix not in ((), slot.shape):
-            raise UserError(
-                "torch.distributed.checkpoint has one place for a parameter's states, and its matrices have several",
-                where=f"parameter {slot.name!r}, in Layout.matrices",
-                instead="zero.save(path), which loads with and without Layout.matrices",
-            )
         if not param.numel():
             continue
         kept = binding.optimizer.state.get(param)

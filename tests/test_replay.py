@@ -311,16 +311,24 @@ def interrupted(stage, where):
     rank = rank_processes.rank()
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zero = zeroshard.shard(model, optimizer, stage=stage)
+    zero = zeroshard.shard(model, optimizer, stage=stage, comm=Comm(prefetch=0))
     torch.manual_seed(rank)
     calls = iter(range(9))
     losses = []
+
+    def wrong(grad):
+        raise ArithmeticError(where)
 
     def work(x):
         raises = next(calls) == 1 and rank == 1
         if raises and where == "before forward":
             raise ArithmeticError(where)
+        hook = None
+        if raises and where == "inside backward":
+            hook = model.last.register_forward_pre_hook(lambda module, args: args[0].register_hook(wrong) and None)
         loss = model(x).square().mean()
+        if hook is not None:
+            hook.remove()
         if raises and where == "before backward":
             raise ArithmeticError(where)
         loss.backward()
@@ -342,11 +350,11 @@ def interrupted(stage, where):
 
 
 @pytest.mark.parametrize("stage", selection.STAGES)
-@pytest.mark.parametrize("where", ["before forward", "before backward", "after backward"])
+@pytest.mark.parametrize("where", ["before forward", "before backward", "inside backward", "after backward"])
 def test_after_an_exception_in_a_replay_all_ranks_go_on(ranks, where, stage):
     told = ranks.run(3, interrupted, stage, where)
     assert [losses[0].partition(":")[0] for losses, *_ in told] == ["PeerError", "ArithmeticError", "PeerError"]
-    assert all(f"ArithmeticError: {where}" in losses[0] for losses, *_ in told)
+    assert all(f"ArithmeticError: {where}" in losses[0] for losses, *_ in told), told
     for losses, silent, subscribers, local in told:
         assert isinstance(losses[1], float)
         assert (silent, subscribers, local) == (False, 1, False)

@@ -424,6 +424,10 @@ class Replay:
         except Exception as error:  # the others wait for this rank, in that forward or after it
             failed = error
             group.progress.trouble = f"a replay raised {problem_of(error)}"
+            schedule = self._engine.schedule
+            if schedule.backward.begun and not schedule.backward.running():
+                group.level(group.progress.trouble)  # others wait inside that backward, not for a message behind it
+                raise
         mine = [_digest(table) for table in tables.values()]
         try:
             told = group.describe([None if failed is None else group.progress.trouble, mine])

@@ -1,5 +1,6 @@
 """The first lines of `zeroshard plan`: a verdict, and a line of Python that does what was planned."""
 
+import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,8 @@ def planned(monkeypatch, capsys):
         ("--params 7B --ranks 8 --preset zeroshard --gpu h100-80", {"stage": 1, "precision": BF16}),
         ("--params 7B --preset zeroshard-bf16-grads --stage 2", {"stage": 2, "precision": NARROW}),
         ("--params 7B --preset paper --stage 2", {"stage": 2, "precision": NARROW}),
+        ("--params 7B --preset paper", {"stage": 3, "precision": dataclasses.replace(NARROW, store_params=True)}),
+        ("--params 7B --preset deepspeed", {"stage": 3, "precision": dataclasses.replace(BF16, store_params=True)}),
         ("--params 7B --preset fp32", {"stage": 3}),
         (
             "--params 7B --preset fp32 --prefetch 2 --optimizer-in-backward --offload-optimizer nvme",
@@ -74,10 +77,11 @@ def test_the_line_is_the_call_that_was_planned(planned, words, arguments):
 def test_the_line_of_a_config_reads_it(planned, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
-    _, line = planned("--params 7B --ranks 8 --config ds.json")
+    _, line = planned(f"{JOB} --ranks 2 --config ds.json")
     (said,) = re.findall(r'\*\*zeroshard\.settings\("(.*)"\)', line)
     assert zeroshard.settings(said)["stage"] == 2
-    assert planned("--params 7B --ranks 8 --prefetch 2 --config ds.json")[1] == ""
+    for words in (f"{JOB} --prefetch 2", f"{JOB} --offload-optimizer cpu", "--params 7B --ranks 8"):  # another plan
+        assert planned(f"{words} --config ds.json")[1] == ""
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from zeroshard.cli.screen import Amount
 from zeroshard.planner.answer import Plan, StagePlan
 from zeroshard.planner.options import ARGUMENTS, OPTIONS
 from zeroshard.planner.recipes import Recipe
+from zeroshard.stage import STAGES, STATES
 
 LONGEST = 80  # columns of a line to paste
 PATH = "/a/local/disk"  # where a plan does not ask for the folder of files
@@ -66,7 +67,8 @@ def _sentence(found: Plan, stage: StagePlan, amount: Amount, *, fits: bool) -> s
         said = f"[bold]Stage {stage.stage} holds {_held(stage, amount)}[/bold] {per} at rest"
         if found.host_mem is not None:
             return f"{said}; host memory {'suffices' if fits else 'does not suffice'}."
-        less = f", {1 / (1 - stage.saved):.3g} times less than stage 0" if 0 < stage.saved < 1 else ""
+        whose = "of it on the device " if stage.host or stage.files else ""
+        less = f", {whose}{1 / (1 - stage.saved):.3g} times less than stage 0" if 0 < stage.saved < 1 else ""
         return f"{said}{less}. --gpu h100-80 says what fits."
     limit, spare = f"{amount(found.gpu_mem)} {unit}", amount(abs(found.gpu_mem - stage.most))
     if fits:
@@ -103,9 +105,11 @@ def pasted(found: Plan, stage: StagePlan, options: Mapping[str, Any], given: Col
     A mesh of the program's own, as experts need, is none of them, nor is a recipe of another system's bytes.
     """
     if options.get("config") is not None:
-        alone = not {*OPTIONS, *ARGUMENTS, "precision", "offload", "stage"} & {*given}
+        # Of a number and of shapes the bytes are a recipe's, which the config may not ask for.
+        tiers = {"offload", *(f"offload_{state}" for state in STATES)}
+        alone = not {*OPTIONS, *ARGUMENTS, *tiers, "precision", "stage"} & {*given} and options.get("job") is not None
         return _shard(f"**zeroshard.settings({json.dumps(options['config'])})") if alone else None
-    precision = _precision(found.recipe, options)
+    precision = _precision(found.recipe, options, sharded=stage.stage == max(STAGES))
     if options.get("ep") is not None or precision is None:
         return None
     best = found.ways.recommended if found.ways is not None else None
@@ -122,8 +126,11 @@ def pasted(found: Plan, stage: StagePlan, options: Mapping[str, Any], given: Col
     return _shard(*arguments, *(f"{name}=True" for name in ARGUMENTS if options.get(name)))
 
 
-def _precision(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of `Precision`: a job's by its options, else by what a recipe has beside masters."""
+def _precision(recipe: Recipe, options: Mapping[str, Any], *, sharded: bool) -> dict[str, Any] | None:
+    """Return the fields of `Precision`: a job's by its options, else by what a recipe has beside masters.
+
+    sharded: are parameters? Then masters may stand for them, and a recipe that keeps both asks for it.
+    """
     if options.get("job") is not None:
         made = precision_of(options.get("precision"), options.get("grad_dtype"))
         return {} if made is None else _changed(made)
@@ -131,7 +138,11 @@ def _precision(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any] | N
         return {}
     if recipe.parameters != HALF or recipe.optimizer.get("master") != 2 * HALF or "fp32_gradients" in recipe.optimizer:
         return None
-    narrow = {"grad_dtype": _Word(BF16)} if recipe.gradients == HALF else {}
+    narrow: dict[str, Any] = {"grad_dtype": _Word(BF16)} if recipe.gradients == HALF else {}
+    if recipe.reduced == 2 * HALF:
+        narrow["reduce_dtype"] = _Word("torch.float32")
+    if sharded and not recipe.cast:
+        narrow["store_params"] = True
     return {"param_dtype": _Word(BF16), **narrow, "cast_inputs": True}
 
 

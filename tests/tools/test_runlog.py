@@ -265,6 +265,29 @@ def short(folder, loss, last=1.0):
             log.gradients()
 
 
+def test_infinite_gradients_are_no_rounding(tmp_path, command):
+    for name, last in (("a", 2.0), ("infinite", float("inf"))):
+        short(tmp_path / name, 1.0, last)
+    found = part(read(tmp_path / "a"), read(tmp_path / "infinite"))
+    assert found.kind == "gradients"
+    told = json.loads(command("diff", tmp_path / "a", tmp_path / "infinite", "--json")[1], parse_constant=pytest.fail)
+    assert told["first_difference"]["values"] == [2.0, "inf"]
+
+
+def test_a_closed_log_takes_no_part_in_what_comes_after(tmp_path):
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with zeroshard.RunLog(tmp_path / "run", model, optimizer, trace=True) as log:
+        loss = model(batch(0, 0)[0]).square().mean()
+        loss.backward()
+        log.backward(loss)
+        optimizer.step()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    model(batch(0, 1)[0]).square().mean().backward()
+    optimizer.step()
+    assert len(read(tmp_path / "run").first.steps) == 2
+
+
 def test_equal_gradients_hide_no_other_loss_and_no_later_step(tmp_path):
     """What is no number in both runs is equal; and then the steps behind it are looked at, too."""
     for name, arguments in {"a": (1.0,), "half": (0.5,), "nan": (float("nan"),), "late": (float("nan"), 2.0)}.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 
@@ -35,14 +37,24 @@ def diff(first: str, second: str, *, as_json: bool) -> int:
                     "steps": min(steps),
                     "processors": processors,
                     "closed": [run.closed for run in runs],
-                    "first_difference": told,
+                    "first_difference": _finite(told),
                 },
                 indent=2,
+                allow_nan=False,
             )
         )
     else:
         _show(runs, found)
     return 0 if found is None else launch.FAILED
+
+
+def _finite(told: Any) -> Any:
+    """Return it with numbers that JSON has not as text."""
+    if isinstance(told, float) and not math.isfinite(told):
+        return str(told)
+    if isinstance(told, dict):
+        return {name: _finite(each) for name, each in told.items()}
+    return [*map(_finite, told)] if isinstance(told, (list, tuple)) else told
 
 
 def _steps(run: Run) -> int:

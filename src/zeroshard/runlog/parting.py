@@ -282,6 +282,9 @@ def _missing(missing: Sequence[_Part], parts: Sequence[_Part], factor: float, to
 
 
 def _rounding(a: Run, b: Run, number: int, one: Mapping[str, Told], two: Mapping[str, Told]) -> tuple[str, str]:
+    finite = [all(math.isfinite(told.norm) for told in each.values()) for each in (one, two)]
+    if finite[0] != finite[1]:
+        return "gradients", f"infinite, or no number, in {(b if finite[0] else a).folder} alone"
     low = _narrow(one), _narrow(two)
     if any(low) and not all(low):
         return "a cast", f"gradients in {(a if low[0] else b).folder} have been rounded to {low[0] or low[1]}"
@@ -295,7 +298,7 @@ def _once(run: Run, number: int) -> bool | None:
     """Tell if ranks add up once in a step of several backwards; None where there is no such choice."""
     steps = [log.steps[number].backwards for log in run.logs if number < len(log.steps)]
     early = [[step[turn].added for step in steps] for turn in range(min(map(len, steps)) - 1)]
-    if len(run.logs) == 1 or not early:
+    if len(run.logs) == 1 or not any(each for added in early for each in added):  # DeepSpeed's have no parts
         return None
     return any(not each or each != added[0] for added in early for each in added)
 

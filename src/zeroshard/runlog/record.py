@@ -83,8 +83,7 @@ class RunLog:
         header["processor"] = torch.backends.cpu.get_cpu_capability()  # the instructions that torch's kernels use
         self._trace = Trace(model, self._value, WRAPPED) if trace else None
         self._write({"format": FORMAT, "version": VERSION, **header, "parameters": facts})
-        if optimizer is not None:
-            unwrapped(optimizer).register_step_pre_hook(lambda *_: self.gradients())
+        self._hook = optimizer and unwrapped(optimizer).register_step_pre_hook(lambda *_: self.gradients())
 
     def _write(self, line: Mapping[str, Any]) -> None:
         if self._file.closed:
@@ -123,10 +122,17 @@ class RunLog:
         self._step, self._backwards, self._weighed, self._before = self._step + 1, 0, False, {}
 
     def close(self) -> None:
-        """Log the weights that the last step has made, and end the file. Collective."""
+        """Log the weights that the last step has made, and end the log: what comes after is not logged. Collective."""
         if not self._file.closed:
             self._weigh()
-            self._file.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._file.close()
+        if self._hook:
+            self._hook.remove()
+        if self._trace is not None:
+            self._trace.end()
 
     def __enter__(self) -> RunLog:
         return self
@@ -135,7 +141,7 @@ class RunLog:
         if kind is None:
             self.close()
         else:
-            self._file.close()
+            self._end()
 
     # --- whole tensors ----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from ..errors import UserError
 
@@ -43,15 +44,21 @@ class Trace:
         self._entries: list[list[Any]] = []
         self._open: list[tuple[nn.Module, list[str]]] = []
         self._calls: Counter[str] = Counter()
+        self._hooks: list[RemovableHandle] = []
         for name, module in model.named_modules():
             clean = wrapped.sub("", f".{name}.").strip(".")
-            module.register_forward_pre_hook(self._begin, with_kwargs=True)
-            module.register_forward_hook(self._ends(clean), with_kwargs=True)
+            self._hooks.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._ends(clean), with_kwargs=True))
 
     def take(self) -> list[list[Any]]:
         """Return the entries so far, and forget them."""
         entries, self._entries, self._open = self._entries, [], []
         return entries
+
+    def end(self) -> None:
+        """Watch no call any more."""
+        for hook in self._hooks:
+            hook.remove()
 
     def next_step(self) -> None:
         """Count calls from 0 again."""
@@ -72,7 +79,7 @@ class Trace:
             tensors = _tensors(output)
             self._entries.append([FORWARD, *place, 0, inputs, [self._told(each) for each in tensors]])
             for at, tensor in enumerate(tensors):
-                if tensor.requires_grad:
+                if tensor.requires_grad and not tensor.is_leaf:  # a parameter would keep a hook of each step
                     tensor.register_hook(partial(self._back, (*place, at)))
 
         return end

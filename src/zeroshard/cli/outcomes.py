@@ -112,13 +112,14 @@ def _baseline(plan: Plan, cells: Iterable[Cell]) -> Outcome:
 
 
 def _restart(plan: Plan, cells: Iterable[Cell]) -> Outcome:
-    resumed = [cell for cell in cells if cell.trial and cell.trial.kind == "resumed"]
-    runs = [Result(str(cell.trial), cell.result, cell.difference) for cell in resumed if cell.result != REFUSED]
+    asked = [cell for cell in cells if cell.trial and cell.trial.kind == "resumed"]
+    resumed = [cell for cell in asked if cell.result != REFUSED]
+    runs = [Result(str(cell.trial), cell.result, cell.difference) for cell in resumed]
     own = [cell for cell in resumed if cell.trial and cell.trial.against == f"kept-{cell.ranks}"]
     stopped = f"stopped after step {plan.half} of {plan.own.steps}"
     tried = [f"{cell.trial}: {stopped}, resumed in new processes" for cell in own]
     tried += [f"that checkpoint resumed on {cell.trial}" for cell in resumed if cell not in own]
-    untried = [(f"resumed on {cell.trial}", cell.why) for cell in resumed if cell.result == REFUSED]
+    untried = [(f"resumed on {cell.trial}", cell.why) for cell in asked if cell.result == REFUSED]
     if not plan.half:
         untried.append(("a stop", "of one step there is no half: --steps 2 or more"))
     elif not own:
@@ -153,6 +154,10 @@ def _configuration(plan: Plan, cells: Iterable[Cell], machine: str) -> Outcome:
         possible = len(plan.possible | met)
         untried.append(
             ("other combinations", f"{len(met):,} of {possible:,} pairs of values met in a run; --full tries more")
+        )
+    elif plan.chosen == "all":
+        untried.append(
+            ("other combinations", "transports, tiers and other formats meet each value of the rest in pairs")
         )
     elif plan.chosen == "asked":
         untried.append(

@@ -22,7 +22,7 @@ from rich.markup import escape
 
 from zeroshard.cli import badge, gates, launch, processor, screen
 from zeroshard.cli.config import InputError, Launch, one_line
-from zeroshard.cli.gates import Plan, Trial
+from zeroshard.cli.gates import GATES, Plan, Trial
 from zeroshard.cli.outcomes import (
     DIFFERENT,
     EQUAL,
@@ -49,6 +49,8 @@ SCENARIOS = (
     ("more ranks", "zeroshard.explain.stacked_mlp:narrow", (3, 4)),
     ("padding", "zeroshard.explain.stacked_mlp:padding", (2, 3, 4)),
 )
+
+FILES = "verify.json", "verify.svg"  # of --out
 
 
 def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_json: bool = False, out: str = "") -> int:
@@ -288,7 +290,7 @@ def _show(question: Question, found: Sequence[Outcome], cells: Sequence[Cell], s
     if failed:
         screen.folded(f"{len(failed)} of {len(found)} gates fail: {', '.join(failed)}", style="bold red")
     elif held == len(found):
-        runs = sum(len(outcome.runs) for outcome in found)
+        runs = sum(len(outcome.runs) for outcome in found if outcome.gate is not GATES[1])  # whose runs are gate 4's
         screen.say(f"[bold green]all {held} gates hold: {runs} runs are equal, bit for bit[/bold green]")
     else:
         screen.say(f"[bold yellow]{held} of {len(found)} gates hold, and the others were not tried[/bold yellow]")
@@ -369,18 +371,20 @@ def _environment() -> dict[str, Any]:
 
 
 def _check(out: str) -> None:
-    """Make the folder of --out, before anything runs."""
+    """Make the folder of --out, before anything runs. What an earlier command left there says nothing of this one."""
     try:
         if out:
             Path(out).mkdir(parents=True, exist_ok=True)
+            for name in FILES:
+                (Path(out) / name).unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"--out: no folder can be made at {out}: {error.strerror}") from error
 
 
 def _write(out: str, record: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
     """Write the record and the badge. found: objects of gates."""
-    texts = {"verify.json": json.dumps(record, indent=1) + "\n", "verify.svg": badge.of_gates(found)}
-    for name, text in texts.items():
+    texts = json.dumps(record, indent=1) + "\n", badge.of_gates(found)
+    for name, text in zip(FILES, texts, strict=True):
         try:
             (Path(out) / name).write_text(text, encoding="utf-8")
         except OSError as error:

@@ -71,9 +71,9 @@ class Grid:
     timeout: Annotated[float, option(GRID, "Seconds after which a silent rank is an error.")] = 300.0
     offload: Annotated[str, unset(COMMON, "Compare with all states in these tiers too: cpu,nvme.", "TIERS")] = ""
     offload_path: OffloadPath = ""
-    full: Annotated[
-        bool, option(COMMON, "1 to 8 ranks, and every combination of all settings that are not named.", "--full")
-    ] = False
+    full: Annotated[bool, option(COMMON, "1 to 8 ranks, and all values of settings that are not named.", "--full")] = (
+        False
+    )
     out: Annotated[str, unset(COMMON, "Write verify.json and the badge verify.svg there.", "FOLDER")] = ""
     as_json: AsJson = False
 

@@ -245,6 +245,37 @@ def test_what_cannot_be_is_refused_by_name(mark, argument, says):
         check_function(test_what_cannot_be_is_refused_by_name, [argument] if argument else [])
 
 
+IN_CLASSES = """
+import unittest
+
+import pytest
+import torch
+
+
+class TestOfOneModel:
+    def setup_method(self):
+        self.model = torch.nn.Linear(2, 2)
+
+    @pytest.mark.ranks(2)
+    def test_it(self):
+        assert self.model is not None
+
+
+class TestOfUnittest(unittest.TestCase):
+    {mark}
+    def test_it(self):
+        raise AssertionError("it ran without ranks")
+"""
+
+
+def test_what_a_class_keeps_is_refused_too_and_a_class_of_unittests(tmp_path):
+    ran, _ = run(tmp_path, IN_CLASSES.format(mark="@pytest.mark.ranks(2)"))
+    assert ran.returncode == 4 and "not of unittest.TestCase" in ran.stderr + ran.stdout
+    _, reports = run(tmp_path, IN_CLASSES.format(mark=""), "-k", "OneModel")
+    (report,) = reports.values()
+    assert report["outcome"] == "failed" and "'self.model' gives all ranks the same Linear" in report["says"]
+
+
 def test_the_tests_of_the_page_pass(tmp_path):
     page = (ROOT / "docs" / "testing.md").read_text()
     snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)

@@ -69,6 +69,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(SIZE, numbers, ids=[f"ranks{number}" for number in numbers])
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse the mark where pytest does not call the body itself: it would run on no rank, and pass."""
+    for item in items:
+        numbers = getattr(getattr(item, "callspec", None), "params", {})
+        if item.get_closest_marker("ranks") is not None and SIZE not in numbers:
+            raise pytest.UsageError(
+                f"{item.nodeid}: pytest.mark.ranks is for functions and methods of classes, not of unittest.TestCase"
+            )
+
+
 @pytest.fixture
 def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     """Log a run that must have the bits of the one that is kept in the folder `recorded` beside the test."""
@@ -97,7 +107,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     mark = pyfuncitem.get_closest_marker("ranks")
     if mark is None:
         return None
-    from . import threads
+    try:
+        from . import threads
+    except ImportError as error:
+        pytest.fail(f"pytest.mark.ranks: {error}. pip install 'zeroshard[testing]'", pytrace=False)
 
     options = asked(mark.kwargs)
     arguments = {name: pyfuncitem.funcargs[name] for name in _arguments(pyfuncitem)}

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,7 +59,7 @@ class Recorded:
         run, says = read(now), None
         if not kept.is_dir():
             says = f"no log is recorded in {shown(kept)}"
-        elif parts := _parted(parted, read(kept), run):
+        elif parts := _parted(parted, lambda: read(kept), run):
             says = "\n".join([f"a bit moved: {parts}", *_machines(kept, now)])
         if says is None:
             return None
@@ -69,11 +70,13 @@ class Recorded:
         return f"{says}\n  kept in {shown(kept)}; where this run is right, pytest {OPTION} writes it anew"
 
 
-def _parted(parted: Any, kept: Any, run: Any) -> str | None:
-    kept.folder, run.folder = "the recorded run", "this run"
+def _parted(parted: Any, read_kept: Callable[[], Any], run: Any) -> str | None:
+    run.folder = "this run"
     try:
+        kept = read_kept()
+        kept.folder = "the recorded run"
         says: str | None = parted(kept, run)
-    except UserError as error:  # other tensors, or other elements of them
+    except UserError as error:  # damaged, other tensors, or other elements of them
         return str(error)
     return says
 

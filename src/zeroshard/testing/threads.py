@@ -41,7 +41,8 @@ def run(
 
     Raises `UserError` for an argument that ranks cannot share.
     """
-    for name, value in arguments.items():
+    own = vars(body.__self__).items() if hasattr(body, "__self__") else ()  # of a class of tests
+    for name, value in (*arguments.items(), *((f"self.{name}", value) for name, value in own)):
         check_shared(name, value)
     made = World(ranks, seed=seed)
     for rank in made.ranks:

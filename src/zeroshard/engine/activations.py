@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event, streams
 from ..errors import UserError
@@ -208,7 +207,7 @@ class Activations(Subscriber):
         assert engine is not None
         resident = [buffer.full for buffer in engine.buffers if buffer.resident]
         plain = [param for param in engine.model.parameters() if not hasattr(param, "_zeroshard")]
-        inputs = [leaf for leaf in tree_leaves(frame.inputs) if isinstance(leaf, Tensor)]
+        inputs = [tensor for each in frame.inputs if (tensor := each()) is not None]
         if self._leave_out is not None:
             for each in inputs:
                 self._leave_out(each)
@@ -412,7 +411,8 @@ class _Manifest(Feature):
                 instead='Layout(units=["blocks.*"]), with names of the model\'s own modules',
             )
         moved = Activations(engine, engine.tiers[STATE if engine.offload.activations == "nvme" else HOST])
-        engine.schedule.saved.default, engine.schedule.saves = moved.keep, True
+        engine.schedule.saved.default, engine.schedule.saved.asks = moved.keep, True
+        engine.schedule.saves = True
         return moved
 
 

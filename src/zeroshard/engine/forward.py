@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..events import Event, Ledger, ends
 from .guard import SavedTensors
@@ -21,7 +23,7 @@ class Frame:
 
     unit: Unit
     again: bool  # is it computed once more, in backward?
-    inputs: Any = None  # of its call
+    inputs: Sequence[weakref.ref[Tensor]] = ()  # tensors of an outermost call, where a feature asks for them
     opened: list[Unit] = dataclasses.field(default_factory=list)
     pushed: bool = False
     event: Event | None = None

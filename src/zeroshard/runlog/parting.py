@@ -297,10 +297,10 @@ def _rounding(a: Run, b: Run, number: int, one: Mapping[str, Told], two: Mapping
 def _once(run: Run, number: int) -> bool | None:
     """Tell if ranks add up once in a step of several backwards; None where there is no such choice."""
     steps = [log.steps[number].backwards for log in run.logs if number < len(log.steps)]
-    early = [[step[turn].added for step in steps] for turn in range(min(map(len, steps)) - 1)]
-    if len(run.logs) == 1 or not any(each for added in early for each in added):  # DeepSpeed's have no parts
+    turns = [[step[turn].added for step in steps] for turn in range(min(map(len, steps)))]
+    if len(run.logs) == 1 or len(turns) < 2 or not any(each for added in turns for each in added):  # as DeepSpeed's are
         return None
-    return any(not each or each != added[0] for added in early for each in added)
+    return any(not each or each != added[0] for added in turns[:-1] for each in added)
 
 
 def _narrow(tensors: Mapping[str, Told]) -> str | None:

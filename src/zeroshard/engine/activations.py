@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event, streams
 from ..errors import UserError
@@ -207,7 +208,7 @@ class Activations(Subscriber):
         assert engine is not None
         resident = [buffer.full for buffer in engine.buffers if buffer.resident]
         plain = [param for param in engine.model.parameters() if not hasattr(param, "_zeroshard")]
-        inputs = [tensor for each in frame.inputs if (tensor := each()) is not None]
+        inputs = [tensor for each in frame.inputs or () if (tensor := each()) is not None]
         if self._leave_out is not None:
             for each in inputs:
                 self._leave_out(each)
@@ -392,6 +393,11 @@ def _uses(flat: Tensor) -> int:
     return torch._C._storage_Use_Count(flat.untyped_storage()._cdata)
 
 
+def _inputs(args: Any, kwargs: Any) -> list[weakref.ref[Tensor]]:
+    """Refer to the tensors of a call weakly: else they would live as long as its forward."""
+    return [weakref.ref(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+
+
 class _Manifest(Feature):
     name = "activations in tiers"
     page = "memory.md#activations-in-host-memory-or-files"
@@ -411,7 +417,7 @@ class _Manifest(Feature):
                 instead='Layout(units=["blocks.*"]), with names of the model\'s own modules',
             )
         moved = Activations(engine, engine.tiers[STATE if engine.offload.activations == "nvme" else HOST])
-        engine.schedule.saved.default, engine.schedule.saved.asks = moved.keep, True
+        engine.schedule.saved.default, engine.schedule.saved.inputs = moved.keep, _inputs
         engine.schedule.saves = True
         return moved
 

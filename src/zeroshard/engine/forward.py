@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..events import Event, Ledger, ends
 from .guard import SavedTensors
@@ -23,7 +21,7 @@ class Frame:
 
     unit: Unit
     again: bool  # is it computed once more, in backward?
-    inputs: Sequence[weakref.ref[Tensor]] = ()  # tensors of an outermost call, where a feature asks for them
+    inputs: Any = None  # of its call, as a feature that asks for them refers to them
     opened: list[Unit] = dataclasses.field(default_factory=list)
     pushed: bool = False
     event: Event | None = None

@@ -380,7 +380,7 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self.default: Callable[[Tensor], Saved] = SavedItself.of  # what is not ours and no other pair of hooks wants
-        self.asks = False  # does the default ask for the inputs of the outermost forward?
+        self.inputs: Callable[[Any, Any], Any] = lambda args, kwargs: None  # how a forward's frame refers to its own
         self._sources: dict[int, Source] = {}
         self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own
         self._alone = self._pair(None)

@@ -149,9 +149,8 @@ class Schedule:
             with self.group.as_one():
                 self._begin_forward(unit)
             self.forward.call = Call(nn.Module._call_impl)
-        frame = Frame(unit, recompute)  # there before anything is opened: an interrupt may come at any moment
-        if self.saved.asks and not self.forward.frames:  # weakly: else they would live as long as the forward
-            frame.inputs = [weakref.ref(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        # The frame is there before anything is opened: an interrupt may come at any moment.
+        frame = Frame(unit, recompute, self.saved.inputs(args, kwargs))
         self.forward.frames.append(frame)
         for needed in (unit, *unit.borrows):
             self._demand(needed)

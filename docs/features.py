@@ -37,9 +37,10 @@ class Feature(NamedTuple):
 
 FEATURES = {
     "replicas": Feature(
-        r"replica|[Rr]elay\b|relayed|\b(seat|sits|self)\.summed\b|def summed\(self\) ->|_pairs\(|\.pairs\b|\.copies\b(?!\[)|\bhand_on|\bhand_back|_hand\(",
-        ("checkpoint/replicas.py", "engine/relay.py"),
-        r"self\.copies:|host\.copies|replicated|is_replicate|not summed over",
+        r"replica|[Rr]elay\b|relayed|\b(seat|sits|self)\.summed\b|def summed\(self\) ->|_pairs\(|\.pairs\b|\.copies\b(?!\[)|\bhand_on|\bhand_back|_hand\("
+        r"|team\.column\b(?!\.share)",
+        ("engine/relay.py", "ranks/column.py"),
+        r"self\.copies:|host\.copies|replicated|is_replicate|not summed over|check_replicas|\"comparing replicas\"",
         ("ranks/shared_memory.py",),
     ),
     "the optimizer over all ranks": Feature(

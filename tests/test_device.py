@@ -37,9 +37,10 @@ from zeroshard.engine.sums import Sent
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.layout import Layout, Spec, partition
-from zeroshard.ranks import groups
+from zeroshard.ranks import column, groups
 from zeroshard.ranks.agreement import Group, Progress
 from zeroshard.ranks.at_once import AtOnce, prepare
+from zeroshard.ranks.column import Column
 from zeroshard.ranks.groups import backend_for
 from zeroshard.ranks.link import SLICE, Link
 from zeroshard.ranks.transport import Team
@@ -469,12 +470,12 @@ def test_codes_of_8_bits_are_the_same_on_every_device():
     assert numerics.same_bits(got, want)
 
 
-class Replicas(Team):
+class Second(Column):
     """The second of three replicas: what it launches."""
 
-    def __init__(self, queued):
-        super().__init__(Ledger(), torch.device("cpu"), seat(1, 3, 3))
-        self.queued, self.launched = queued, []
+    def __init__(self, team):
+        super().__init__(team)
+        self.launched = []
 
     def hand_on(self, running, source):
         return self.launched.append(f"on from {source}") or []
@@ -486,20 +487,24 @@ class Replicas(Team):
 @pytest.mark.parametrize("queued", [True, False])
 def test_a_replica_takes_a_sum_when_it_is_ready_for_it(queued):
     """On a device, where a receive that waits takes processors of it; and what comes back once this part is sent."""
-    team, (bucket,) = Replicas(queued), partition([Spec("w", (64,), "float32", 4, 0, True)], Layout(), 1).buckets
+    team, (bucket,) = (
+        Team(Ledger(), torch.device("cpu"), seat(1, 3, 3)),
+        partition([Spec("w", (64,), "float32", 4, 0, True)], Layout(), 1).buckets,
+    )
+    team.queued, team.column = queued, (end := Second(team))
     relay = Relay(team, bucket, torch.zeros(bucket.numel), torch.zeros(bucket.numel))
-    assert team.launched == ([] if queued else ["on from 0", "back"])
+    assert end.launched == ([] if queued else ["on from 0", "back"])
     arrived, sent = (
         [],
         Sent(SimpleNamespace(state=State.SENT), SimpleNamespace(done=lambda: bool(arrived)), None, relay),
     )
-    assert not sent.here() and team.launched == ([] if queued else ["on from 0", "back"])
+    assert not sent.here() and end.launched == ([] if queued else ["on from 0", "back"])
     arrived.append(True)
-    assert sent.here() and sent.here() and team.launched == (["on from 0"] if queued else ["on from 0", "back"])
-    relay.hand_on()
-    assert team.launched == (["on from 0", "on from 1", "back"] if queued else ["on from 0", "back", "on from 1"])
-    relay.hand_on()
-    assert len(team.launched) == 3
+    assert sent.here() and sent.here() and end.launched == (["on from 0"] if queued else ["on from 0", "back"])
+    relay.send()
+    assert end.launched == (["on from 0", "on from 1", "back"] if queued else ["on from 0", "back", "on from 1"])
+    relay.send()
+    assert len(end.launched) == 3
 
 
 def trained_by_replicas(replicas, queued):
@@ -584,7 +589,10 @@ def connects(replicas):
             patch.setattr(dist, verb, calls)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         warned = []
-        patch.setattr(groups.log, "warning", lambda *said: warned.append(said))
+        patch.setattr(column.log, "warning", lambda *said: warned.append(said))
+        team = zero._engine.group.team
+        team.queued, _ = True, vars(team).pop("column", None)
+        assert (team.column is None) == (replicas == 1)
         own._connect([own.streams[at].group for at in own.queues])
     assert len(warned) == (replicas > 1 and ranks.rank() == 0)
     return called
@@ -599,7 +607,7 @@ def test_groups_in_a_devices_queue_are_connected_in_one_order_before_they_are_us
     pair = [(use, "broadcast", n) for use in ("pair", "copies") for n in (2, large)]
     everyone = [("broadcast", verb, n) for n in (2, large) for verb in ("broadcast", "all_reduce")]
     assert ranks.run(2, connects, 1) == [[*both, end]] * 2
-    assert ranks.run(2, connects, 2) == [[*pair, *everyone, end]] * 2
+    assert ranks.run(2, connects, 2) == [[*everyone, *pair, end]] * 2
 
 
 def bound_where_groups_are_made(part):

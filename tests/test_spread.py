@@ -33,9 +33,7 @@ def held(stage, dtype):
     ledger = zero.ledger()
     sent = ledger.traffic["share"].sent - before
     parts = sum(
-        b.part_start(s, s.replica + 1) - b.part_start(s, s.replica)
-        for b in zero.partition.buckets
-        for s in [seat(zero)]
+        last - first for b in zero.partition.buckets for first, last in [seat(zero).own(b.portions(seat(zero)))]
     )
     owners = {state: zero.owners("0.weight", state) for state in ("parameters", "optimizer")}
     return predict_states(zero), {k: v for k, v in ledger.held.items() if v}, sent, parts, owners

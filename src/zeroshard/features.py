@@ -11,7 +11,9 @@
                check_edits  edits that it could not follow
                editing      making ready for edits inside gathered()
                leaving      edits to follow as all ranks leave gathered()
-    sum        message      how contributions travel
+    sum        groups       process groups of its own
+               column       the ranks that have the same elements in other teams
+               message      how contributions travel
                delivery     how a sum reaches where it rests
                division     whose parts of a gradient are sent one by one
     backward   subscriber   one that hears of each bucket's sum, of steps, checkpoints and loads
@@ -53,8 +55,11 @@ if TYPE_CHECKING:
     from .layout import Bucket, Layout
     from .numerics import Precision
     from .ranks.agreement import Group
+    from .ranks.column import Column
+    from .ranks.groups import Wanted
     from .ranks.transport import Team, Work
     from .replay import Replay
+    from .stage import Seat
     from .tiers.tier import Tier
 
 # By file, how a program asks for it: words, and a question about settings.
@@ -143,6 +148,13 @@ class Feature:
 
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         """Return what makes the delivery of each sum, if this feature delivers them."""
+
+    def groups(self, sits: Seat, ranks: int, backend: str) -> list[Wanted]:
+        """List the process groups that it needs of a rank with this seat, beside those that every engine has."""
+        return []
+
+    def column(self, team: Team) -> Column | None:
+        """Make this rank's end of the ranks that have the same elements in other teams, if it sums over these."""
 
     def gathers(self, team: Team) -> Callable[[Team, Tensor, Bucket, str], Work] | None:
         """Return what gathers buckets of whose shards each rank has a part, as `Team.gather` does others."""

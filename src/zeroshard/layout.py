@@ -277,17 +277,15 @@ class Bucket(BucketKey):
         first, last = self.shard(seat.position)
         if degree is Degree.TEAM:
             return first, last
-        return self.part_start(seat, seat.replica), self.part_start(seat, seat.replica + 1)
+        return seat.own(self.portions(seat))
 
     def portions(self, seat: Seat) -> list[tuple[int, int]]:
         """Return each replica's part of a position's shard, as its first and last + 1 element."""
-        starts = [self.part_start(seat, number) for number in range(seat.replicas + 1)]
-        return [*itertools.pairwise(starts)]
-
-    def part_start(self, seat: Seat, number: int) -> int:
-        """Return the element at which replica `number`'s part of this shard begins: never inside a slot's block."""
         first, last = self.shard(seat.position)
-        cut = first + (last - first) * number // seat.replicas
+        return [*itertools.pairwise(self._around_blocks(cut, first, last) for cut in seat.cuts(first, last))]
+
+    def _around_blocks(self, cut: int, first: int, last: int) -> int:
+        """Return where a part of a shard begins that is to begin at element `cut`: never inside a slot's block."""
         if not first < cut < last:
             return cut
         at = slot_at([slot.start for slot in self.slots], cut)

@@ -85,9 +85,7 @@ class Engine:
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger.begin("init")
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
-        seat = self.group.team.seat
-        self.replicas = seat.replicas
-        self.asked = asked = asked._replace(replicas=seat.replicas, summed=seat.summed)  # a mesh says how many
+        self.asked = asked = asked.seated(self.group.team.seat)
         refuse(asked.placing)
         check_present(asked)
         parts = Assembly(model, stage, precision, offload, self.group, mesh, asked)
@@ -283,7 +281,7 @@ class Engine:
             binding.edited.clear()
         published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
         publish(published, overlap=self.comm.overlap, outside=True)
-        self._compare([buffer for buffer in published if not buffer.placements.optimizer or self.replicas > 1])
+        self._compare([each for each in published if not (each.placements.optimizer and each.team.seat.sole)])
 
     def _refuse_mixture(self, module: nn.Module, *_: Any) -> None:
         """Refuse a `state_dict()` that would mix edited and older weights, for it asks no other rank."""
@@ -362,7 +360,7 @@ class Engine:
         self.notice(replaced=True)
         with self.schedule.telling():
             differ = self.comparing.differ(units, asked=write_from is None)
-        several = self.replicas > 1 and not self.placements.two_levels  # owners of one shard, whose edits would differ
+        several = not (self.group.team.seat.sole or self.placements.two_levels)  # owners of one shard, who may differ
         if self.group.rank == 0 and differ:
             log.warning(
                 "the ranks leave gathered() with different weights: "

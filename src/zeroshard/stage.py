@@ -16,7 +16,7 @@ has a copy of, with the same gradients: its replicas are *mirrored*.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .coordinates import Grid
@@ -93,6 +93,24 @@ class Seat(NamedTuple):
     mirrored: bool = False  # do all replicas compute the same, so that their gradients are not added up?
     grid: Grid = Grid()
     axis: str = "shard"
+
+    @property
+    def sole(self) -> bool:
+        """Tell if no other team has a rank that owns the same elements of a sharded state."""
+        return self.replicas == 1
+
+    @property
+    def waiting(self) -> int:
+        """The number of sums that may be under way behind the next one: each replica waits for those before it."""
+        return self.replicas
+
+    def cuts(self, first: int, last: int) -> list[int]:
+        """Return where elements come apart between replicas, with both ends."""
+        return [first + (last - first) * number // self.replicas for number in range(self.replicas + 1)]
+
+    def own(self, portions: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Return this replica's of what comes apart."""
+        return portions[self.replica]
 
     @property
     def summed(self) -> int:

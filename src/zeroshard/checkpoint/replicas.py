@@ -103,7 +103,7 @@ def _items(
     seat, rows = running.group.team.seat, running.group.axis_team.seat
 
     def shared(buffer: Buffer, degree: Degree) -> bool:
-        return degree is Degree.RANK or (degree is Degree.TEAM and buffer.team.seat.replicas > 1)
+        return degree is Degree.RANK or (degree is Degree.TEAM and not buffer.team.seat.sole)
 
     def held(buffer: Buffer, degree: Degree) -> str:
         if degree is Degree.TEAM:

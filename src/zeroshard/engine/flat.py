@@ -178,7 +178,7 @@ class Flat:
                 own.copy_(moved)
 
     def _complete(self, shard: Tensor) -> None:
-        self.team.share(shard, self.bucket, self.state).wait()
+        self.team.column.share(shard, self.bucket, self.state).wait()
 
     def settle(self) -> None:
         """Read what owners wrote, where all ranks read one memory, and drop what else this rank wrote."""

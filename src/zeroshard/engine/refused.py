@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ..layout import Layout
     from ..numerics import Precision
     from ..ranks.comm import Comm
+    from ..stage import Seat
     from ..tiers.offload import Offload
 
 
@@ -45,6 +46,10 @@ class Settings(NamedTuple):
     no_sync: bool = False
     replay: bool = False
     tensor_parallel: bool = False
+
+    def seated(self, seat: Seat) -> Settings:
+        """Return them with the replicas that a mesh has."""
+        return self._replace(replicas=seat.replicas, summed=seat.summed)
 
     @property
     def spread(self) -> bool:
@@ -271,3 +276,14 @@ class _Any:
 
     def __repr__(self) -> str:
         return "..."
+
+
+def refuse_beside_tensors(layout: Layout, comm: Comm) -> None:
+    """Refuse, by what the program has written, what tensor parallelism does not go with."""
+    if layout.along or comm.rows not in (None, 1) or comm.optimizer != "team":
+        raise UserError(
+            "parameters along an axis, replicas, and hosts, are not supported beside tensor parallelism",
+            got=f"along={dict(layout.along)}, replicas={comm.replicas}, hosts={comm.hosts}, "
+            f"optimizer={comm.optimizer!r}, and DTensors",
+            instead='Layout() without along=, Comm(group=mesh["dp"]) without replicas=, hosts= and optimizer=',
+        )

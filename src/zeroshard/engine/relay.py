@@ -25,7 +25,11 @@ from ..features import Feature
 from ..flow import Scratch
 from ..layout import Bucket
 from ..numerics import running_dtype
+from ..ranks.column import Column, ProcessColumn, wanted
+from ..ranks.groups import Wanted
+from ..ranks.process_team import ProcessTeam
 from ..ranks.transport import Team, Work
+from ..stage import Seat
 from .accumulator import Accumulator
 from .sums import Delivery
 
@@ -71,15 +75,15 @@ class Relay(Delivery):
         """Launch the receive of what the replicas before this one have summed up."""
         if self._receives:
             self._receives = False
-            self.came = self._work(self.team.hand_on(self.running, self.team.seat.replica - 1))
+            self.came = self._work(self.team.column.hand_on(self.running, self.team.seat.replica - 1))
 
-    def hand_on(self) -> None:
+    def send(self) -> None:
         """Send `running` on, with this replica's contributions in it; or, on the last replica, `average` to all."""
         if self._handed_on:
             return
         self._handed_on = True
         team = self.team
-        sent = self._give() if self.last else team.hand_on(self.running, team.seat.replica)
+        sent = self._give() if self.last else team.column.hand_on(self.running, team.seat.replica)
         self.back = self._work([*self._average(), *sent], self._event)
 
     def _average(self) -> list[Any]:
@@ -87,7 +91,7 @@ class Relay(Delivery):
 
     def _give(self) -> list[Any]:
         """Launch what brings the average from the last replica."""
-        return self.team.hand_back(self.average)
+        return [*self.team.column.hand_back(self.average)]
 
     def _work(self, handles: list[Any], event: Event | None = None) -> Work:
         return Work(handles, event, lambda handle: self.team.wait("relay", self.bucket.index, handle))
@@ -112,7 +116,7 @@ class RelayOfParts(Relay):
         """
         self._whole, self._kept = whole, kept
         self._numels = [last - first for first, last in bucket.portions(team.seat)]
-        self._collecting = [] if kept is None else team.exchange(whole, kept, self._numels, out=False)
+        self._collecting = [] if kept is None else team.column.exchange(whole, kept, self._numels, out=False)
         super().__init__(team, bucket, running, average)
         if self.first and kept is not None:
             self.start, self.came = whole, self._work(self._collecting)
@@ -135,7 +139,7 @@ class RelayOfParts(Relay):
     def _give(self) -> list[Any]:
         if self.team.queued:  # else it comes late enough: no average does before the first replica has all parts
             self._work(self._collecting).wait()
-        return self.team.exchange(self._whole, self.average, self._numels, out=True)
+        return [*self.team.column.exchange(self._whole, self.average, self._numels, out=True)]
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -175,6 +179,14 @@ def _of_parts(accumulator: Accumulator, scratch: Scratch[Tensor], running: Tenso
 class _Manifest(Feature):
     name = "replicas"
     page = "meshes.md"
+
+    def groups(self, sits: Seat, ranks: int, backend: str) -> list[Wanted]:
+        return wanted(sits, ranks, backend)
+
+    def column(self, team: Team) -> Column | None:
+        if team.seat.summed == 1:
+            return None
+        return ProcessColumn(team, team.link) if isinstance(team, ProcessTeam) else Column(team)
 
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         return relayed if team.seat.summed > 1 else None

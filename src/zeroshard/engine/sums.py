@@ -57,7 +57,7 @@ class Delivery:
     def receive(self) -> None:
         """Launch the receive of `running`, if other ranks begin the sum."""
 
-    def hand_on(self) -> None:
+    def send(self) -> None:
         """Send what this rank has added to, if other ranks wait for it."""
 
 
@@ -134,7 +134,7 @@ class Sums(Flow[Sent, Tensor]):
         """deliver: makes each sum's delivery. stored: called with each contribution whose average is where it rests."""
         self._memory = _Messages(tier)
         sends = group.team.messages(tier) if group.team.shares else None
-        super().__init__(self._memory, sends, group.team.seat.replicas)
+        super().__init__(self._memory, sends, group.team.seat.waiting)
         self.group = group
         self.native = settings.reduce == "native"
         self._sends_values = settings.reduce == "ordered" and group.ranks > 1
@@ -208,7 +208,7 @@ class Sums(Flow[Sent, Tensor]):
             delivery.came.wait()
             self._add(sent)
             sent.work.used()
-            delivery.hand_on()
+            delivery.send()
 
     def _add(self, sent: Sent) -> None:
         accumulator, delivery, receive = sent.contribution.accumulator, sent.delivery, sent.receive

@@ -20,6 +20,7 @@ from torch import nn
 from ..errors import UserError
 from ..layout import Layout
 from ..ranks.comm import Comm
+from .refused import refuse_beside_tensors
 
 Placed = tuple[nn.Parameter, Callable[..., Any]]  # a parameter, and what makes its DTensor of it
 
@@ -57,13 +58,8 @@ def mesh_of(model: nn.Module, comm: Comm) -> Any:
 
 def check_tensors(model: nn.Module, mesh: Any, layout: Layout, comm: Comm) -> None:
     """Refuse, by name, DTensors that no plain parameter can stand for. mesh: as `mesh_of` returns it."""
-    if mesh is not None and (layout.along or comm.rows not in (None, 1) or comm.optimizer != "team"):
-        raise UserError(
-            "parameters along an axis, replicas, and hosts, are not supported beside tensor parallelism",
-            got=f"along={dict(layout.along)}, replicas={comm.replicas}, hosts={comm.hosts}, "
-            f"optimizer={comm.optimizer!r}, and DTensors",
-            instead='Layout() without along=, Comm(group=mesh["dp"]) without replicas=, hosts= and optimizer=',
-        )
+    if mesh is not None:
+        refuse_beside_tensors(layout, comm)
     for name, param in _named(model):
         shards = [placement for placement in param.placements if not placement.is_replicate()]
         plain = all(type(placement).__name__ == "Shard" for placement in shards)

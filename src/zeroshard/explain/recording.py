@@ -70,7 +70,7 @@ def layout_json(
 def _updates(bucket: Bucket, sits: Seat) -> list[int]:
     """List where each replica's part of each shard begins, and the bucket's end."""
     positions = [sits._replace(position=position) for position in range(bucket.size)]
-    return [bucket.part_start(each, number) for each in positions for number in range(sits.replicas)] + [bucket.numel]
+    return [first for each in positions for first, _ in bucket.portions(each)] + [bucket.numel]
 
 
 def is_phase(event: Event) -> bool:

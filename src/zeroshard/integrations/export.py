@@ -357,7 +357,7 @@ def gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Ten
             with buffer.updating.part(first, last).here() as own:
                 flat[first:last] = wanted.cast(where, own, buffer.dtype)
         if buffer.updating.degree is Degree.ALL:
-            buffer.team.share(flat[low:high], buffer.bucket, EXPORTED).wait()
+            buffer.team.column.share(flat[low:high], buffer.bucket, EXPORTED).wait()
         buffer.team.gather(flat, buffer.bucket, EXPORTED).wait()
         yield flat
     finally:  # after an interrupt it may still be arriving: the ranks recover before anything takes this memory

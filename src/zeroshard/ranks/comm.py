@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from ..errors import UserError
 from ..fields import FLAG, check_fields, count, number, one_of
 from ..headroom import PREFETCH
+from ..stage import Seat
 
 Reduce = Literal["ordered", "native", "int8"]
 Transport = Literal["auto", "gloo", "shared"]
@@ -134,3 +135,8 @@ class Simulated(NamedTuple):
     rank: int
     ranks: int
     axes: tuple[tuple[str, int], ...] = ()  # of its mesh: names and lengths
+
+
+def mesh_told(sits: Seat) -> str:
+    """Return the words in which ranks compare their replicas as they come together."""
+    return f"has replicas={sits.summed}" + " that each keep a part" * sits.by_part + ", as hosts" * sits.hosts

@@ -28,14 +28,15 @@ import torch.distributed as dist
 
 from ..device import asynchronous, current, finish
 from ..errors import Error, PeerError, UserError
+from ..features import features
 from ..stage import Seat
 from .agreement import lines
 from .at_once import AtOnce, prepare
 from .calls import Call
-from .comm import Comm, Transport
+from .comm import Comm, Transport, mesh_told
 from .ending import BY_ITSELF, Ending
 from .launcher import could_not_meet, find_master
-from .shared_memory import SharedStream, share
+from .shared_memory import SharedStream, cannot_share, share
 from .streams import Stream
 from .watch import ENDED, GONE, PATIENCE, Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
@@ -203,7 +204,6 @@ def _loops() -> set[int]:
     return found
 
 
-_ONE_CONNECTION = "CUDA_DEVICE_MAX_CONNECTIONS"
 _LAZY = "TORCH_GLOO_LAZY_INIT"  # connects two ranks when they first send each other something
 
 
@@ -239,18 +239,6 @@ def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> An
     return group
 
 
-def _pairs(sits: Seat) -> list[list[int]]:
-    """Return the pairs of neighbouring replicas that a rank is in: first a pair that begins with an even one.
-
-    torch names a group by how many a process has, so all ranks make as many: one without a pair in a turn, alone.
-    """
-    found = []
-    for first in range(0 if sits.mirrored else min(sits.replicas - 1, 2)):
-        at = sits.replica - (sits.replica - first) % 2
-        found.append([at, at + 1] if 0 <= at < sits.replicas - 1 else [sits.replica])
-    return found
-
-
 def backend_for(device: torch.device, parent: Any) -> str:
     """Return the backend that moves this device's tensors between ranks: the group's own for that kind of device, or
     torch's default for it."""
@@ -273,6 +261,8 @@ class Wanted(NamedTuple):
     backend: str
     members: Sequence[int]  # their ranks among the ranks of the model
     lazy: bool = False  # are connections made only where something is sent?
+    sums: bool = False  # do sums go through it?
+    exchanges: bool = False  # does each rank send to each, other bytes than to the next?
 
     @property
     def sockets(self) -> int:
@@ -293,18 +283,18 @@ CONTROL = ("control", "axis")  # uses of CPU tensors
 def _wanted(rank: int, ranks: int, sits: Seat, on_axis: Seat | None, backend: str) -> list[Wanted]:
     """List all groups of a rank. On every rank a group for one use has the same place."""
     everyone, team, lying = range(ranks), [*sits.members(rank)], lines(ranks, rank)
-    found = [Wanted("gather", backend, team), Wanted("reduce", backend, team)]
+    found = [Wanted("gather", backend, team), Wanted("reduce", backend, team, sums=True, exchanges=True)]
     found += [Wanted("control", "gloo", everyone, lazy=len(lying) > 1)]
     if len(lying) > 1:  # beyond a few ranks rows are exchanged along the axes of a grid
         found += [Wanted("axis", "gloo", line) for line in lying]
-    if sits.replicas > 1:
-        copies = everyone[sits.position :: sits.size]
-        found += [Wanted("pair", backend, [copies[at] for at in pair]) for pair in _pairs(sits)]
-        found += [Wanted("copies", backend, copies)] * (not sits.mirrored) + [Wanted("broadcast", backend, everyone)]
-        found += [Wanted("starts", backend, copies)] * sits.by_part + [Wanted("first", backend, copies)] * sits.hosts
+    if len(team) < ranks:
+        found.append(Wanted("broadcast", backend, everyone))
+    for feature in features():
+        found += feature.groups(sits, ranks, backend)
     if on_axis:
         others = [*on_axis.members(rank)]
-        found += [Wanted("gather on axis", backend, others), Wanted("reduce on axis", backend, others)]
+        found.append(Wanted("gather on axis", backend, others))
+        found.append(Wanted("reduce on axis", backend, others, sums=True, exchanges=True))
     return found
 
 
@@ -369,7 +359,7 @@ class Groups:
         # Does the device's queue wait for data, and not this thread? Gloo takes even a GPU's through the host.
         self.queued = asynchronous(device) and self.backend != "gloo"
         self._wanted = wanted = _wanted(rank, len(ranks), sits, on_axis, self.backend)
-        self._ranks, self._options = ranks, options
+        self.ranks, self._options = ranks, options
         # Of the streams, those of a device's queue.
         self.queues = [at for at, each in enumerate(wanted) if self.queued and each.use not in CONTROL]
         self._parent = weakref.ref(parent)
@@ -393,7 +383,7 @@ class Groups:
         self.seen = ""  # what the other ranks said then
         about, abort = weakref.WeakMethod(self._about), weakref.WeakMethod(self.abort)
         summon = weakref.WeakMethod(self._summon)
-        alike = f"has replicas={sits.summed}" + " that each keep a part" * sits.by_part + ", as hosts" * sits.hosts
+        alike = mesh_told(sits)
         alike += f" and {on_axis.parts} teams of {on_axis.size} along an axis" if on_axis else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
         needed = sum(each.sockets for each in wanted) + sits.size * (transport == "shared")  # "auto" can do without
@@ -424,7 +414,7 @@ class Groups:
 
     def _make(self, which: Sequence[int], **options: Any) -> list[Any]:
         return [
-            self._wanted[at].made(self._ranks, {**self._options, **options}, queued=at in self.queues) for at in which
+            self._wanted[at].made(self.ranks, {**self._options, **options}, queued=at in self.queues) for at in which
         ]
 
     def _connect(self, groups: Sequence[Any]) -> None:
@@ -433,10 +423,6 @@ class Groups:
         It does so in the first collective of a kind and size, and waits there for all of its ranks: in a backward these
         may wait for each other by other means.
         """
-        if self.seat.summed > 1 and os.environ.get(_ONE_CONNECTION) == "1" and self.watch.rank == 0:
-            log.warning(
-                "%s=1 puts kernels that wait for other replicas before those that these wait for", _ONE_CONNECTION
-            )
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for at, group in zip(self.queues, groups, strict=True):
             use, members = self._wanted[at].use, self._wanted[at].members
@@ -446,7 +432,7 @@ class Groups:
                 whole, other = (half[: len(members) * numel] for half in self._connecting.chunk(2))
                 if use.startswith("gather"):
                     gather(whole, whole.view(len(members), numel)[members.index(self.watch.rank)], group=group)
-                if use.startswith("reduce") or (use in ("copies", "starts") and self.seat.by_part):
+                if self._wanted[at].exchanges:
                     dist.all_to_all_single(whole, other, group=group)
                 if not use.startswith("reduce"):
                     dist.broadcast(whole, dist.get_global_rank(group, 0), group=group)
@@ -456,21 +442,17 @@ class Groups:
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.control.group)
 
     def _name(self, wanted: Sequence[Wanted]) -> None:
-        """Set an attribute for the streams of each use."""
-        sits, found = self.seat, defaultdict[str, list[Stream]](list)
+        """Set attributes for the streams of uses that every engine has; `named` has all by their use."""
+        self.named = found = defaultdict[str, list[Stream]](list)
         for each, stream in zip(wanted, self.streams, strict=True):
             found[each.use].append(stream)
         (self.gathers,), (self.reductions,), (self.control,) = found["gather"], found["reduce"], found["control"]
         self.axes = found["axis"] or [self.control]
         gathers, reductions = found["gather on axis"] or [self.gathers], found["reduce on axis"] or [self.reductions]
         self.axis_streams = (*gathers, *reductions)
-        (self.copies,), (self.broadcasts,) = found["copies"] or [self.gathers], found["broadcast"] or [self.gathers]
-        self.starts = (found["starts"] or [self.gathers])[0]
-        self.firsts = (found["first"] or [self.gathers])[0]
-        # By the first of the two replicas.
-        self.pairs = {each.members[0] // sits.size: each for each in found["pair"] if len(each.members) == 2}
-        sums = ("reduce", "reduce on axis", "pair", "copies", "starts")
-        self.sums = [at for at, each in enumerate(wanted) if each.use in sums]  # of the streams
+        (self.broadcasts,) = found["broadcast"] or [self.gathers]
+        self.of_data = [stream for use, streams in found.items() if use not in CONTROL for stream in streams]
+        self.sums = [at for at, each in enumerate(wanted) if each.sums]  # of the streams
         self.shared: list[SharedStream] = []  # of gathers and reductions; then those of the axis
 
     def _share(self, parent: Any, transport: Transport) -> None:
@@ -481,13 +463,7 @@ class Groups:
         teams = [team for at, team in enumerate(teams) if len(team) > 1 and team not in teams[:at]]
         found, why = attend(self.watch, lambda: share(store, at, rank, ranks, teams, self.limit))
         if why and transport == "shared":
-            raise UserError(
-                "the ranks cannot share memory",
-                where=f"rank {rank}",
-                expected="all ranks that shard together on one Linux host, of one user, in one container",
-                got=why,
-                instead='Comm(transport="gloo"); or Comm(replicas=...), one replica for each host',
-            )
+            raise cannot_share(rank, why)
         if why and rank == 0:
             log.info("ranks send messages and share no memory: %s", why)
         self.shared = found
@@ -602,7 +578,7 @@ class Groups:
         with self._lock:
             if self._ending is None or self._ending.number != number:
                 streams = [self.streams[at] for at in self.queues]
-                self._ending = Ending(number, self.watch, len(self._ranks), streams, self.limit, self._abort)
+                self._ending = Ending(number, self.watch, len(self.ranks), streams, self.limit, self._abort)
             return self._ending
 
     def begin_anew(self, ending: Ending, states: Sequence[Sequence[Sequence[Any]]]) -> None:

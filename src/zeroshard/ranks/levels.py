@@ -94,7 +94,7 @@ class _Manifest(Feature):
 
 def _gather(levels: Levels | None, team: Team, full: Tensor, bucket: Bucket, state: str) -> Work:
     """Gather a bucket in place of whose shards each rank has a part; `full` has this rank's."""
-    first = team.share(full[slice(*bucket.shard(team.position))], bucket, state, gathers=True)
+    first = team.column.share(full[slice(*bucket.shard(team.position))], bucket, state, gathers=True)
 
     def launch() -> Work:
         return team.gather(full, bucket, state)

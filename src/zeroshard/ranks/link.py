@@ -269,10 +269,9 @@ class Link:
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
         groups = self.groups
-        of_data = (groups.gathers, groups.firsts, groups.broadcasts, groups.axis_streams[0], *self._relaying())
         if isinstance(stream, SharedStream):
             return self._lend(stream, what, group)
-        control = group is None or stream not in of_data
+        control = group is None or stream not in groups.of_data
         at = torch.device("cpu") if control else group.device
         try:
             if verb == "broadcast":
@@ -290,7 +289,7 @@ class Link:
             elif verb == "exchange":
                 dtype, numels, out = facts
                 shard, part = (torch.zeros(sum(numels), dtype=getattr(torch, dtype), device=at) for _ in range(2))
-                stream.launch(what, *group.team.exchanged(stream, shard, part, numels, out=out))
+                stream.launch(what, *exchange(stream, self.rank, shard, part, numels, out=out))
             else:
                 cut = group.party.travelling(bucket)
                 team = group.team_of(cut)
@@ -421,3 +420,19 @@ def all_reduce(stream: Stream, tensor: Tensor, how: str) -> tuple[Any, ...]:
     options = c10d.AllreduceOptions()
     options.reduceOp, options.asyncOp = getattr(dist.ReduceOp, how), True
     return stream.group.allreduce, [tensor], options
+
+
+def to_each(stream: Stream, send: Tensor, receive: Tensor, sent: list[int], came: list[int]) -> tuple[Any, ...]:
+    group, options = stream.group, c10d.AllToAllOptions()
+    options.asyncOp = True
+    return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, came, sent, options
+
+
+def exchange(stream: Stream, own: int, whole: Tensor, part: Tensor, numels: list[int], *, out: bool) -> tuple[Any, ...]:
+    """Return the call by which the first rank gets the parts of all, of `numels` elements by rank; or all, `out` of the
+    last one's `whole`, theirs. Of `part`, and of `whole` where that is had, the first elements are used."""
+    mine, root = stream.members.index(own), len(numels) - 1 if out else 0
+    all_of_it = [numel * (mine == root) for numel in numels]
+    one = [numels[mine] * (at == root) for at in range(len(numels))]
+    whole, part = whole[: sum(all_of_it)], part[: numels[mine]]
+    return to_each(stream, whole, part, all_of_it, one) if out else to_each(stream, part, whole, one, all_of_it)

@@ -7,14 +7,13 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from ..events import Ledger
 from ..layout import Bucket
 from ..stage import Seat
-from .link import Link, all_gather, dtype_name
+from .link import Link, all_gather, dtype_name, to_each
 from .shared_memory import Exchange, Messages, SharedStream
 from .streams import Stream
 from .transport import Team
@@ -34,13 +33,11 @@ class ProcessTeam(Team):
     ) -> None:
         """streams: of gathers and of reductions. shared: the same, where these go through memory."""
         super().__init__(ledger, device, sits, shares=bool(shared))
-        self._link = link
+        self.link = self._link = link
         self.queued = link.groups.queued
         self._gathers, self._reductions = streams
         self.gathering = [streams[0], *shared[:1]]
-        everyone = dist.get_process_group_ranks(link.groups.parent)
-        self._global = [everyone[rank] for rank in sits.members(link.rank)]  # the team's
-        self._copies = everyone[self.position :: self.size]  # those at this position of each replica that is summed
+        self._global = [link.groups.ranks[rank] for rank in sits.members(link.rank)]  # the team's
         self.memory = Exchange(link, sits, [*sits.members(link.rank)], shared) if self.shares else None
 
     def messages(self, tier: Any) -> Any:
@@ -77,7 +74,7 @@ class ProcessTeam(Team):
         if self.arriving < self.size:
             send = send[bounds[1] :] if self.position == 0 else send[: bounds[-2]]
             own[self.position] = splits[self.position] = 0
-        return self._to_each(self._reductions, send, receive, splits, own)
+        return to_each(self._reductions, send, receive, splits, own)
 
     def scatter(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
         """Return the call that sends the backend's sum of all contributions to each shard's owner."""
@@ -101,49 +98,6 @@ class ProcessTeam(Team):
             return super()._reduce_native(send, receive, bucket)
         what, link = ("reduce natively", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
         return [link.launch(self._reductions, what, *self.scatter(send, receive, bucket))]
-
-    # A broadcast, and not a message: gloo breaks the connection when one has waited for a message for a while.
-    def hand_on(self, running: Tensor, source: int) -> list[Any]:
-        return self._hand(self._link.groups.pairs[source], running, self._copies[source])
-
-    def hand_back(self, average: Tensor) -> list[Any]:
-        return self._hand(self._link.groups.copies, average, self._copies[-1])
-
-    def exchange(self, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool) -> list[Any]:
-        groups, what = self._link.groups, ("exchange", self._link.engine, -1, dtype_name(part.dtype), [*numels], out)
-        stream = groups.copies if out else groups.starts
-        return [self._link.launch(stream, what, *self.exchanged(stream, shard, part, numels, out=out))]
-
-    def exchanged(
-        self, stream: Stream, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool
-    ) -> tuple[Any, ...]:
-        """Return the call that does it. Of `part`, and of `shard` where that is had, the first elements are used."""
-        mine, root = stream.members.index(self._link.rank), len(numels) - 1 if out else 0
-        all_of_it = [numel * (mine == root) for numel in numels]
-        own = [numels[mine] * (at == root) for at in range(len(numels))]
-        shard, part = shard[: sum(all_of_it)], part[: numels[mine]]
-        if out:
-            return self._to_each(stream, shard, part, all_of_it, own)
-        return self._to_each(stream, part, shard, own, all_of_it)
-
-    @staticmethod
-    def _to_each(stream: Stream, send: Tensor, receive: Tensor, sent: list[int], came: list[int]) -> tuple[Any, ...]:
-        group, options = stream.group, c10d.AllToAllOptions()
-        options.asyncOp = True
-        return getattr(group, "all_to_all_single", None) or group.alltoall_base, receive, send, came, sent, options
-
-    def _share(self, raw: Tensor, cuts: Sequence[int], gathers: bool) -> list[Any]:
-        groups, what = self._link.groups, (-1, "", raw.numel())
-        stream = groups.firsts if gathers else groups.copies
-        return [
-            self._link.broadcast(stream, raw[low:high], source, what, low)
-            for source, (low, high) in zip(self._copies, pairwise(cuts), strict=True)
-            if high > low
-        ]
-
-    def _hand(self, stream: Stream, tensor: Tensor, source: int) -> list[Any]:
-        raw = tensor.view(torch.uint8)
-        return [self._link.broadcast(stream, raw, source, (-1, "", raw.numel()), 0)]
 
     def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
         if self.size == 1:

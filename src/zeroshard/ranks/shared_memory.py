@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import UserError
 from ..headroom import aligned
 from ..layout import Bucket
 from ..stage import Seat
@@ -365,6 +366,17 @@ def share(
         return [], why
     host = Host(rank, neighbours, limit)
     return [SharedStream(host, team) for team in teams for _ in ("gathers", "reductions")], ""
+
+
+def cannot_share(rank: int, why: str) -> UserError:
+    """Make the error for ranks that must share memory, and cannot."""
+    return UserError(
+        "the ranks cannot share memory",
+        where=f"rank {rank}",
+        expected="all ranks that shard together on one Linux host, of one user, in one container",
+        got=why,
+        instead='Comm(transport="gloo"); or Comm(replicas=...), one replica for each host',
+    )
 
 
 class Messages:

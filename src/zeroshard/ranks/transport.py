@@ -3,14 +3,10 @@
     verb       moves                                             over torch.distributed (`process_team.py`)
     gather     every rank's shard into each full bucket          N broadcasts in place (gloo); all_gather_single (NCCL)
     reduce     every rank's contribution to each shard's owner   all_to_all_single, summed by `numerics.fold`
-    share      each replica's part of a shard to the others      K broadcasts in place among those of one position
-    relay      a shard's running sum to the next replica, and    broadcast between two ranks, and among those of one
-               from the last one the average to all of them      position
-    exchange   parts of a shard, from all replicas to the first  all_to_all_single among those of one position, in which
-               one or from the last one to all of them           one rank receives, or sends
 
 A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
 (`stage.Seat`).
+Replicas have verbs of their own, along the other axis of the mesh: `column.py`.
 Agreement between all ranks, whatever they shard, is in `agreement.py`. If all ranks of a team are on one host, gathers
 and reductions may go through memory that they share instead: `shared_memory.py`.
 
@@ -20,6 +16,7 @@ depends on where an element lies in the buffer; see docs/decisions/ordered-sum.m
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +26,7 @@ from torch import Tensor
 
 from ..device import Event as DeviceEvent
 from ..events import Event, Ledger, ends
+from ..features import first
 from ..headroom import room
 from ..layout import Bucket
 from ..stage import ALONE, Seat
@@ -129,6 +127,11 @@ class Team:
         # Gathers a bucket of whose shards each rank has a part, as `gather(team, ...)` would others: see `levels.py`.
         self.by_levels: Callable[[Any, Tensor, Bucket, str], Work]
 
+    @functools.cached_property
+    def column(self) -> Any:
+        """This rank's end of the ranks of its position in other replicas, if there are such that are summed."""
+        return first("column", self)
+
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
         """Gather a whole bucket in place: each shard of `full` becomes that of its owner, on every rank."""
         nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
@@ -202,38 +205,6 @@ class Team:
         event = count(self.ledger, self.size, "broadcast", nbytes, sent, received)
         handles = self._broadcast(tensor, position) if nbytes else []
         Work(handles, event, lambda handle: self.wait("a broadcast", None, handle)).wait()
-
-    def share(self, shard: Tensor, bucket: Bucket, state: str, *, gathers: bool = False) -> Work:
-        """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it.
-
-        gathers: it is a gather's first level, which may be under way beside sums.
-        """
-        seat, first = self.seat, bucket.shard(self.position)[0]
-        cuts = [0, *((last - first) * shard.itemsize for _, last in bucket.portions(seat))]
-        nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
-        event = count(
-            self.ledger, seat.replicas, "share", nbytes, own * (seat.replicas - 1), nbytes - own, state, bucket.index
-        )
-        handles = self._share(shard.view(torch.uint8), cuts, gathers)
-        return Work(handles, event, lambda handle: self.wait("share", bucket.index, handle))
-
-    def _share(self, raw: Tensor, cuts: Sequence[int], gathers: bool) -> list[Any]:
-        return []
-
-    def hand_on(self, running: Tensor, source: int) -> list[Any]:
-        """Send the sum from the rank at this position in replica `source` to the one in the next replica."""
-        return []
-
-    def hand_back(self, average: Tensor) -> list[Any]:
-        """Send the average from the rank at this position in the last replica to those in all others."""
-        return []
-
-    def exchange(self, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool) -> list[Any]:
-        """Send each replica's part of a shard, of so many elements by replica, to the first, which gets the `shard`.
-
-        out: send each its part from the last one, which has the shard.
-        """
-        return []
 
     def _count_reduce(self, send: Tensor, bucket: Bucket, sources: int = 1) -> Event | None:
         nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize * sources

@@ -19,7 +19,10 @@ from zeroshard import features
 
 PACKAGE = Path(zeroshard.__file__).parent
 HERE = Path(__file__).parent
-BESIDE = {"engine.coded": ["int8.py"], "engine.relay": ["ranks/column.py"]}  # files that are a feature's too; the planner counts by fp8.py
+BESIDE = {
+    "engine.coded": ["int8.py"],
+    "engine.relay": ["ranks/column.py"],
+}  # files that are a feature's too; the planner counts by fp8.py
 # Steps at all stages, gradients, norms, construction and checkpoints.
 WITHOUT = [
     "test_bits.py", "test_gradients.py", "test_clipping.py", "test_construct.py", "test_checkpoint.py", "test_precision.py",

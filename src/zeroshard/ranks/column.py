@@ -60,15 +60,16 @@ class Column:
     """One rank's end of its column, and the counts of its bytes. By itself it sends nothing, as `Team` does."""
 
     def __init__(self, team: Team) -> None:
-        self._team = weakref.proxy(team)  # which has this
+        self._of = weakref.ref(team)  # which has this
 
     def share(self, shard: Tensor, bucket: Bucket, state: str, *, gathers: bool = False) -> Work:
         """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it.
 
         gathers: it is a gather's first level, which may be under way beside sums.
         """
-        team, seat, wait = self._team, self._team.seat, self._team.wait  # of the team itself: it outlives this
-        first = bucket.shard(team.position)[0]
+        team = self._of()
+        assert team is not None
+        seat, wait, first = team.seat, team.wait, bucket.shard(team.position)[0]
         cuts = [0, *((last - first) * shard.itemsize for _, last in bucket.portions(seat))]
         nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
         sent, received = own * (seat.replicas - 1), nbytes - own

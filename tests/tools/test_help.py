@@ -7,15 +7,15 @@ import pytest
 from zeroshard.cli.main import app
 
 OPTIONS = {
-    "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-gradients offload-optimizer "
+    "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-activations offload-gradients offload-optimizer "
     "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
     "transport",
     "demo": "help out ranks seed steps verbose",
     "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu gpu-mem gpus-per-node grad-dtype help hosts "
-    "host-mem json machine no-sync offload offload-gradients offload-optimizer offload-parameters optimizer "
+    "host-mem json machine no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters optimizer "
     "optimizer-in-backward optimizer-over params precision "
     "prefetch preset ranks recompute reduce replicas shapes stage step-time text tokens transport units whole",
-    "simulate": "accumulate bucket-mib ep experts grad-dtype help hosts json machine offload offload-gradients offload-optimizer "
+    "simulate": "accumulate bucket-mib ep experts grad-dtype help hosts json machine offload offload-activations offload-gradients offload-optimizer "
     "offload-parameters optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
     "ckpt inspect": "help json",
     "ckpt verify": "help json",
@@ -26,7 +26,7 @@ OPTIONS = {
     "verify": "accumulate bucket-mib clip full help hosts json offload offload-path optimizer-in-backward "
     "optimizer-over out precision ranks reduce replicas seed stage steps timeout transport",
     "doctor": "help json",
-    "io-bench": "block depth direct help json offload offload-gradients offload-optimizer offload-parameters out params "
+    "io-bench": "block depth direct help json offload offload-activations offload-gradients offload-optimizer offload-parameters out params "
     "ranks rounds sharing size stage tokens",
 }
 
@@ -68,10 +68,10 @@ def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
 @pytest.mark.parametrize(
     ("command", "common", "rest"),
     [
-        ("plan", "params shapes ranks stage gpu gpu-mem preset check offload", 35),
-        ("train", "data stage ranks size steps out resume offload", 21),
+        ("plan", "params shapes ranks stage gpu gpu-mem preset check offload", 36),
+        ("train", "data stage ranks size steps out resume offload", 22),
         ("verify", "ranks stage steps accumulate precision offload full out", 12),
-        ("io-bench", "params ranks stage tokens size out offload", 9),
+        ("io-bench", "params ranks stage tokens size out offload", 10),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
 )

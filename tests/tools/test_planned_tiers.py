@@ -15,7 +15,7 @@ import ranks
 import zeroshard
 from zeroshard import Offload, Precision
 from zeroshard.cli import iobench
-from zeroshard.cli.config import InputError, offload_of, places
+from zeroshard.cli.config import PLACED, InputError, offload_of, places
 from zeroshard.planner import disk, files, predict_tiers
 from zeroshard.planner.files import closed_moves, predict_moves
 from zeroshard.stage import STATES
@@ -189,6 +189,22 @@ def test_a_check_compares_tiers_and_what_files_moved():
     assert {"at rest", "at rest in host", "gradients in host", "read in 3 steps", "write in 3 steps"} <= set(held)
 
 
+@pytest.mark.parametrize("tier", [pytest.param("cpu", marks=pytest.mark.full), "nvme"])
+def test_a_check_compares_activations_that_rest_in_a_tier(tier):
+    """As forward ends, what keeps their room in files, and what they moved."""
+    words = ("plan", "examples/job.py:job", "--ranks", 1, "--stage", 3, "--check", "--json")
+    rows = json.loads(run(*words, "--offload-activations", tier))["rows"]
+    exact = {row["what"]: row for row in rows if not row["what"].startswith("measured")}
+    assert [what for what, row in exact.items() if row["difference"]] == []
+    at = {"cpu": "host"}.get(tier, tier)
+    moved = exact[f"activations in {at}, as forward ends"]["held"]
+    assert moved > 0  # by all layers but the last, with which backward begins
+    kept = {what: row["held"] for what, row in exact.items() if what == "activations in nvme"}
+    assert kept == ({"activations in nvme": moved} if tier == "nvme" else {})
+    written = exact["write in 3 steps"]["held"]
+    assert written == (3 * moved if tier == "nvme" else 0)
+
+
 @pytest.mark.full
 def test_verify_adds_tiers_to_its_grid(tmp_path):
     words = ("verify", "tests/jobs.py:mlp", "--ranks", 1, "--stage", "1,3", "--steps", 2, "--bucket-mib", "small")
@@ -204,9 +220,24 @@ def test_verify_adds_tiers_to_its_grid(tmp_path):
 def test_train_takes_tiers(tmp_path):
     (tmp_path / "text").write_text("a line of text\n" * 100)
     words = ("train", "--steps", 2, "--batch", 1, "--data", tmp_path / "text", "--out", tmp_path / "run")
-    run(*words, "--offload", "nvme", "--offload-gradients", 0.5, "--offload-path", tmp_path / "files")
+    run(
+        *words,
+        "--offload",
+        "nvme",
+        "--offload-gradients",
+        0.5,
+        "--offload-activations",
+        "nvme",
+        "--offload-path",
+        tmp_path / "files",
+    )
     (rank,) = json.loads((tmp_path / "run" / "ledger.json").read_text())["ranks"]
-    assert {state for state, n in rank["tiers"]["nvme"].items() if n} == {"parameters", "exp_avg", "exp_avg_sq"}
+    assert {state for state, n in rank["tiers"]["nvme"].items() if n} == {
+        "parameters",
+        "exp_avg",
+        "exp_avg_sq",
+        "activations",
+    }
     assert rank["predicted"] == {state: n for state, n in rank["held"].items() if n and state in rank["predicted"]}
     assert list((tmp_path / "files").iterdir()) == []
 
@@ -216,17 +247,20 @@ def test_a_resumed_run_keeps_its_tiers(tmp_path):
     """Unless others are given; a folder for files goes with the last state in files."""
     (tmp_path / "text").write_text("a line of text\n" * 100)
     words = ("train", "--ranks", 1, "--batch", 1, "--data", tmp_path / "text", "--out", tmp_path / "run")
-    run(*words, "--steps", 1, "--offload-optimizer", "nvme", "--offload-path", tmp_path / "files")
+    files = ("--offload-activations", "nvme", "--offload-path", tmp_path / "files")
+    run(*words, "--steps", 1, "--offload-optimizer", "nvme", *files)
 
     def resumed(*more):
         run("train", "--resume", tmp_path / "run", *more)
         config = json.loads((tmp_path / "run" / "run.json").read_text())["config"]
         return {name: where for name, where in config.items() if name.startswith("offload_") and where}
 
-    kept = {"offload_optimizer": "nvme", "offload_path": str(tmp_path / "files")}
+    kept = {"offload_optimizer": "nvme", "offload_activations": "nvme", "offload_path": str(tmp_path / "files")}
     assert resumed("--steps", 2) == kept
     assert resumed("--steps", 3, "--offload-gradients", "cpu") == {**kept, "offload_gradients": "cpu"}
-    assert resumed("--steps", 4, "--offload", "cpu") == {f"offload_{kind}": "cpu" for kind in STATES}
+    assert resumed("--steps", 4, "--offload", "cpu", "--offload-activations", "cpu") == {
+        f"offload_{what}": "cpu" for what in PLACED
+    }
 
 
 @pytest.mark.full
@@ -257,12 +291,22 @@ def test_simulate_says_what_each_tier_holds_and_what_files_move():
 
 
 @pytest.mark.parametrize(
+    "words", [("plan", "--params", "7B"), ("io-bench", "/tmp", "--params", "7B")], ids=lambda w: w[0]
+)
+def test_activations_are_for_jobs(words):
+    assert "zeroshard: --offload-activations" in (said := run(*words, "--offload-activations", "cpu", code=2))
+    assert "for jobs" in said
+
+
+@pytest.mark.parametrize(
     ("given", "path", "says"),
     [
         ({"offload": "nvme"}, "", "--offload-parameters nvme needs a folder on a disk: --offload-path DIR"),
         ({"optimizer": "disk"}, "", "--offload-optimizer names no tier.*instead: device, cpu, nvme or a fraction"),
         ({"optimizer": "cpu"}, "x", "--offload-path is for files"),
         ({"offload": "0.5"}, "", "--offload must be cpu or nvme"),
+        ({"activations": "nvme"}, "", "--offload-activations nvme needs a folder on a disk: --offload-path DIR"),
+        ({"activations": "0.5"}, "", "--offload-activations names a tier; got: 0.5; instead: device, cpu or nvme$"),
     ],
 )
 def test_what_the_options_refuse(given, path, says):

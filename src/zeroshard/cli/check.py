@@ -10,6 +10,7 @@ import ctypes
 import gc
 import json
 import tempfile
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import Any
 from zeroshard.cli import launch, processor, screen
 from zeroshard.cli.config import InputError, Launch, offload_of
 from zeroshard.cli.policies import policies
-from zeroshard.events import DEVICE
+from zeroshard.events import DEVICE, Ledger
 
 AT_REST = "at rest"
+ACTIVATIONS, FORWARD_ENDS = "activations", ", as forward ends"
+AWAY = (ACTIVATIONS, "staged activations")
 PROCESS, INSIDE = "measured: process", "measured: in a step"
 MEASURED = (PROCESS, INSIDE)
 
@@ -85,13 +88,16 @@ def compare(asked: Check) -> list[dict[str, Any]] | int:
                 accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings(".", stage),
             )  # fmt: skip
             found = held[rank][str(stage)]
-            tiers = built.predict_tiers(run.zero)
+            tiers = _tiers(built.predict_tiers(run.zero), run.ledger)
             for tier in dict.fromkeys([*tiers, *found["tiers"]]):
                 rest, there = tiers.get(tier, {}), found["tiers"].get(tier, {})
                 where = "" if tier == DEVICE else f" in {tier}"
                 for state in dict.fromkeys([*rest, *there]):
                     rows.append(_row(stage, rank, f"{state}{where}", rest.get(state, 0), there.get(state, 0)))
                 rows.append(_row(stage, rank, f"{AT_REST}{where}", sum(rest.values()), sum(there.values())))
+            for tier in dict.fromkeys([*run.away, *found["away"]]):
+                what = f"{ACTIVATIONS} in {tier}{FORWARD_ENDS}"
+                rows.append(_row(stage, rank, what, run.away.get(tier, 0), found["away"].get(tier, 0)))
             for verb in ("read", "write") if asked.offload else ():
                 moved = run.ledger.traffic[verb].logical if verb in run.ledger.traffic else 0
                 rows.append(_row(stage, rank, f"{verb} in {STEPS} steps", moved, found["moved"][verb]))
@@ -104,6 +110,12 @@ def compare(asked: Check) -> list[dict[str, Any]] | int:
     return rows
 
 
+def _tiers(states: Mapping[str, Mapping[str, int]], ledger: Ledger) -> dict[str, dict[str, int]]:
+    """Add to the states at rest the room in files that activations keep for the next forward, and its buffers."""
+    kept = {tier: {what: held[what] for what in AWAY if held.get(what)} for tier, held in ledger.tiers.items()}
+    return {tier: {**states.get(tier, {}), **kept.get(tier, {})} for tier in dict.fromkeys([*states, *kept])}
+
+
 def _row(stage: int, rank: int, what: str, predicted: int, held: int) -> dict[str, Any]:
     return {
         "stage": stage, "rank": rank, "what": what, "predicted": predicted, "held": held, "difference": held - predicted
@@ -111,7 +123,7 @@ def _row(stage: int, rank: int, what: str, predicted: int, held: int) -> dict[st
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the total at rest and the highest peak of every stage and rank; other rows only where they differ."""
+    """Print totals at rest, moved activations and the highest peak of each stage and rank; others if they differ."""
     highest: dict[tuple[int, int], int] = {}
     for row in rows:
         if row["what"].startswith("peak"):
@@ -124,7 +136,8 @@ def show(rows: list[dict[str, Any]]) -> None:
         most = row["what"].startswith("peak") and row["predicted"] == highest.get(place)
         if most:
             del highest[place]
-        if row["what"] in MEASURED or not (row["what"].startswith(AT_REST) or most or row["difference"]):
+        shown = row["what"].startswith(AT_REST) or row["what"].endswith(FORWARD_ENDS)
+        if row["what"] in MEASURED or not (shown or most or row["difference"]):
             continue
         at = (str(row["stage"]), str(row["rank"]))
         if last is not None and last[0] != at[0]:
@@ -194,7 +207,10 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
         for turn in range(asked.accumulate):
             local = asked.no_sync and turn < asked.accumulate - 1
             with zero.no_sync() if local else nullcontext():
-                job.loss_of(job.batch(step, turn * place.ranks + place.rank)).backward()
+                loss = job.loss_of(job.batch(step, turn * place.ranks + place.rank))
+                away = {tier: held[ACTIVATIONS] for tier, held in zero.ledger().tiers.items() if held.get(ACTIVATIONS)}
+                loss.backward()
+                del loss
         before, most = _memory("VmRSS"), max(most, _memory("VmHWM"))
         _reset_peak()
         for optimizer in optimizers:
@@ -208,6 +224,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
         "tiers": {tier: {state: n for state, n in held.items() if n} for tier, held in ledger.tiers.items()},
         "moved": {verb: ledger.traffic[verb].logical if verb in ledger.traffic else 0 for verb in ("read", "write")},
         "peaks": {phase: peak.total for phase, peak in ledger.phases.items()},
+        "away": away,
         "process": max(most, _memory("VmHWM")) - start,
         "step": inside,
     }

@@ -91,19 +91,25 @@ SIZES: Mapping[Size, Shape] = {
 }
 
 
+PLACED = (*STATES, "activations")  # what --offload-... names; --offload alone is for states
+
+
 def places(offload: str, **given: str) -> dict[str, str]:
-    """Return {state: where it rests} by --offload and --offload-STATE, without states that stay on the device."""
+    """Return {state: where it rests} by --offload and --offload-STATE, without what stays on the device.
+
+    given: of the names in `PLACED`.
+    """
     if offload not in ("", "cpu", "nvme"):
         raise InputError(f"--offload must be cpu or nvme, got {offload!r}; for one state --offload-optimizer and so on")
-    found = {state: given.get(state) or offload for state in STATES}
+    found = {what: given.get(what) or (offload if what in STATES else "") for what in PLACED}
     return {state: where for state, where in found.items() if where not in ("", "device")}
 
 
 def offload_of(places: Mapping[str, str], path: str) -> Any:
     """Make the `Offload` of a command line. Raises `InputError` for what it cannot be."""
-    for state, text in places.items():
+    for what, text in places.items():
         if text == "nvme" and not path:
-            raise InputError(f"--offload-{state} nvme needs a folder on a disk: --offload-path DIR")
+            raise InputError(f"--offload-{what} nvme needs a folder on a disk: --offload-path DIR")
     from zeroshard.tiers.offload import Offload
 
     def where(text: str) -> str | float:
@@ -113,12 +119,14 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
             return text
 
     try:
-        return Offload(**{state: where(text) for state, text in places.items()}, path=path or None)  # type: ignore[arg-type]
+        return Offload(**{what: where(text) for what, text in places.items()}, path=path or None)  # type: ignore[arg-type]
     except UserError as error:
         said = one_line(error).replace("Offload.path", "--offload-path")
-        for state in STATES:
-            said = said.replace(f"Offload.{state}", f"--offload-{state}")
-        raise InputError(said.partition("; instead: ")[0] + "; instead: device, cpu, nvme or a fraction") from error
+        for what in PLACED:
+            said = said.replace(f"Offload.{what}", f"--offload-{what}")
+        whole = said.startswith(f"--offload-{PLACED[-1]}")  # has no fractions
+        tiers = "device, cpu or nvme" if whole else "device, cpu, nvme or a fraction"
+        raise InputError(f"{said.partition('; instead: ')[0]}; instead: {tiers}") from error
 
 
 def planned_offload(places: Mapping[str, str]) -> Any:
@@ -164,6 +172,7 @@ class RunConfig:
     offload_parameters: str = ""  # device, cpu, nvme or the fraction in host memory; empty: on the device
     offload_gradients: str = ""
     offload_optimizer: str = ""
+    offload_activations: str = ""  # device, cpu or nvme
     offload_path: str = ""
     replicas: int = 1
     timeout: float = 1800.0  # seconds
@@ -193,7 +202,7 @@ class RunConfig:
     @property
     def offload(self) -> Any:
         """The `Offload` that is asked for. Raises `InputError`."""
-        given = {state: getattr(self, f"offload_{state}") for state in STATES}
+        given = {what: getattr(self, f"offload_{what}") for what in PLACED}
         return offload_of(places("", **given), self.offload_path)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.cli.config import planned_offload
+from zeroshard.cli.config import PLACED, places, planned_offload
 from zeroshard.cli.policies import given_of, precision_of
 from zeroshard.integrations.config_export import SYSTEMS, export
 from zeroshard.integrations.settings import Settings, settings
@@ -18,7 +18,6 @@ from zeroshard.numerics import Precision
 from zeroshard.planner.options import ARGUMENTS
 from zeroshard.planner.recipes import recipe
 from zeroshard.ranks.comm import Comm
-from zeroshard.stage import STATES
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has as many bytes as bf16
 
@@ -44,10 +43,10 @@ def configured(path: str, options: dict[str, Any], given: Collection[str]) -> Se
         "prefetch": comm.prefetch if comm.prefetch != 1 else None,
         "replicas": comm.replicas,
     }
-    for state in STATES:
-        where = getattr(found.get("offload"), state, "device")
+    for what in PLACED:
+        where = getattr(found.get("offload"), what, "device")
         if where != "device" and "offload" not in given:
-            answers[f"offload_{state}"] = str(where)
+            answers[f"offload_{what}"] = str(where)
     if options["params"] is None:
         answers["bucket_mib"] = layout.bucket_mib
     notes = list(found.notes)
@@ -90,8 +89,7 @@ def _settings(options: dict[str, Any], found: Settings, given: Collection[str]) 
     layout = _fields(found.get("layout")) | given_of("Layout", asked)
     comm = _fields(found.get("comm")) | given_of("Comm", asked)
     shard |= {name: True for name in ARGUMENTS if options[name]}
-    places = {state: options[f"offload_{state}"] or options["offload"] for state in STATES}
-    offload = planned_offload({state: where for state, where in places.items() if where not in ("", "device")})
+    offload = planned_offload(places(options["offload"], **{what: options[f"offload_{what}"] for what in PLACED}))
     if offload is not None:
         path = getattr(found.get("offload"), "path", None)
         fields = _fields(offload)

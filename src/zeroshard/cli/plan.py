@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
-from zeroshard.cli.config import InputError, in_options, one_line, places, planned_offload
+from zeroshard.cli.config import PLACED, InputError, in_options, one_line, places, planned_offload
 from zeroshard.cli.policies import NAMES, policies
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, traffic, ways
@@ -22,7 +22,6 @@ from zeroshard.planner.plan import plan, stages_of_runs
 from zeroshard.planner.quantities import number
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
-from zeroshard.stage import STATES
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
@@ -100,7 +99,7 @@ def _one_model(settings: dict[str, Any]) -> None:
 
 def _places(settings: dict[str, Any]) -> dict[str, str]:
     """Take --offload and its like out of the settings; return {state: where it rests}."""
-    return places(settings.pop("offload", ""), **{state: settings.pop(f"offload_{state}", "") for state in STATES})
+    return places(settings.pop("offload", ""), **{what: settings.pop(f"offload_{what}", "") for what in PLACED})
 
 
 def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:

@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroshard.cli.config import InputError
-from zeroshard.stage import STATES
+from zeroshard.cli.config import PLACED, InputError
 
 CHECKPOINTS = "checkpoints"  # in a run's folder
 MANIFEST = "manifest.json"
 FIXED = ("size", "precision", "grad_dtype", "reduce", "batch", "lr", "seed")
 KEPT = ("stage", "steps", "save_every", "keep", "data", "recompute")  # unless given anew
 ALIKE = {"bf16", "bf16-split"}  # precisions of the same bits
-TIERS = tuple(f"offload_{state}" for state in STATES)  # and these
+TIERS = tuple(f"offload_{what}" for what in PLACED)  # and these
 
 
 def run_of(resume: str) -> Path | None:

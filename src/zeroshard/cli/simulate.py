@@ -139,7 +139,9 @@ def _told(
     run: Simulation, cluster: Machine, line: timeline.Timeline, offload: Offload | None, *, comparable: bool
 ) -> dict[str, Any]:
     """Report on one rank, with its tiers if offloaded. comparable: could it have the backend's own reduction too?"""
-    tiers = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
+    tiers: dict[str, Any] = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
+    for tier, nbytes in run.away.items():  # as forward ends
+        tiers["tiers"][tier]["activations"] = nbytes
     return report(run, cluster, line, natively(run, cluster) if comparable else None) | tiers
 
 

@@ -6,8 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from zeroshard.cli import launch
-from zeroshard.cli.config import Launch, RunConfig
-from zeroshard.stage import STATES
+from zeroshard.cli.config import PLACED, Launch, RunConfig
 
 if TYPE_CHECKING:
     from zeroshard.cli.data import Corpus
@@ -19,7 +18,7 @@ def run_training(config: RunConfig, place: Launch | None) -> int:
 
     if place is None:
         launch.check_ranks(config.ranks)
-        if any((config.offload_path, *(getattr(config, f"offload_{state}") for state in STATES))):
+        if any((config.offload_path, *(getattr(config, f"offload_{what}") for what in PLACED))):
             _ = config.offload  # a refusal leaves no folder behind
     corpus = read_corpus(config.data, context=config.shape.context)
     if place is None or place.rank == 0:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from rich.markup import escape
 
 from zeroshard.cli import screen
+from zeroshard.cli.config import PLACED
 from zeroshard.cli.policies import comm_of, layout_of, precision_of
 from zeroshard.cli.screen import Amount
 from zeroshard.planner.answer import Plan, StagePlan
 from zeroshard.planner.options import ARGUMENTS, OPTIONS
 from zeroshard.planner.recipes import Recipe
-from zeroshard.stage import STAGES, STATES
+from zeroshard.stage import STAGES
 
 LONGEST = 80  # columns of a line to paste
 PATH = "/a/local/disk"  # where a plan does not ask for the folder of files
@@ -106,7 +107,7 @@ def pasted(found: Plan, stage: StagePlan, options: Mapping[str, Any], given: Col
     """
     if options.get("config") is not None:
         # Of a number and of shapes the bytes are a recipe's, which the config may not ask for.
-        tiers = {"offload", *(f"offload_{state}" for state in STATES)}
+        tiers = {"offload", *(f"offload_{what}" for what in PLACED)}
         alone = not {*OPTIONS, *ARGUMENTS, *tiers, "precision", "stage"} & {*given} and options.get("job") is not None
         return _shard(f"**zeroshard.settings({json.dumps(options['config'])})") if alone else None
     precision = _precision(found.recipe, options, sharded=stage.stage == max(STAGES))

@@ -42,7 +42,7 @@ from .forward import Forward, Frame
 from .guard import Saved, SavedItself, check_version
 from .subscriber import Subscriber
 
-STATE = "activations"
+STATE, STAGED = "activations", "staged activations"  # STAGED: in the buffers of their files
 SMALL = 1 << 10  # bytes; to move less than this saves nothing
 GOING = 1  # segments on their way out, whose memory is kept until they are there
 
@@ -404,7 +404,11 @@ class _Manifest(Feature):
 
     def tier(self, name: str, assembly: Any, largest: dict[str, int], nbytes: int) -> Tier | None:
         # Files of their own: a disk that is full of activations says nothing about states.
-        return first("tier", NVME, assembly, {STATE: 0}, 0) if name == STATE else None
+        if name != STATE:
+            return None
+        made: Any = first("tier", NVME, assembly, {STATE: 0}, 0)
+        made.buffers = STAGED  # whose size only a forward tells: those of states are known before
+        return made  # type: ignore[no-any-return]
 
     def subscriber(self, engine: Any) -> Activations | None:
         if engine.offload.activations == "device":

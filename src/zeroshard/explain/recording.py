@@ -191,6 +191,7 @@ def peak_of(
         "prefetch": f"weights sent ahead of their use: {_names(ahead)}" if ahead else "weights sent ahead of their use",
         "reduce": _reduced(held, moves, at, after, states.get("reduce", 0), rests.get("reduce", 0)),
         "staging": "buffers between the device and where a state rests",
+        "staged activations": "buffers of the file in which activations rest",
         "norms": "the map from elements to parameters, for the norm of gradients",
         "upcast": "gradients in the masters' dtype",
     }

@@ -159,8 +159,9 @@ def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:
     moves = (sum(e.logical for e in run.events if e.verb == verb and e.start > last) for verb in ("read", "write"))
     formula = recipe.formula(placements, built.rows(run.zero))
     for tier, nbytes in run.away.items():  # as forward ends
-        if (buffers := run.ledger.tiers[HOST].get("staging", 0)) and tier != HOST:  # those of its file
-            tiers[HOST] = {**tiers.get(HOST, {}), "staging": buffers}
+        if buffers := run.ledger.tiers.get(HOST, {}).get("staged activations", 0):  # those of their file
+            host = tiers.get(HOST, {})
+            tiers[HOST] = {**host, "staging": host.get("staging", 0) + buffers}
         tiers[tier] = {**tiers.get(tier, {}), "activations": nbytes}
     away: Any = run.zero._engine.tiers.get("activations")
     return StagePlan(

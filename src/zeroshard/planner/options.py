@@ -29,7 +29,8 @@ ARGUMENTS = ("optimizer_in_backward",)  # flags that are arguments of `shard` th
 VALUES = {"checkpoint": "True", "experts": '{"*.experts.*": "edp"}', "optimizer_over": '"all"', "whole": '["*.weight"]'}
 # Fields of which the option has another name, and what else an error may name.
 OTHERS = {f"{policy}.{field}": name for name, (policy, field) in OPTIONS.items() if name not in (field, "instances")}
-OTHERS |= {"Offload.parameters": "offload", "Comm(optimizer=": "Comm(optimizer_over="}
+OTHERS |= {"Offload.parameters": "offload", "Offload.activations": "--offload-activations"}
+OTHERS |= {"Comm(optimizer=": "Comm(optimizer_over="}
 # Fields that a plan of shapes or of a number counts, or that change no byte; a job's plan counts all.
 OF_SHAPES = {
     "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "buffers"),

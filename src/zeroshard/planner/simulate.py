@@ -359,7 +359,15 @@ def facts(zero: Zero) -> dict[int, Facts]:
     return found
 
 
-PASSING = ("gather", "prefetch", "reduce", "staging", "lent", "activations")  # states that come and go within a step
+PASSING = (
+    "gather",
+    "prefetch",
+    "reduce",
+    "staging",
+    "lent",
+    "activations",
+    "staged activations",
+)  # states that come and go within a step
 
 
 def moments(run: Simulation) -> list[tuple[str, dict[str, int]]]:

@@ -54,6 +54,7 @@ class NvmeTier(Tier):
     on_demand = True
     meets = True  # a file that cannot be written is the failure of all ranks
     device = torch.device("cpu")
+    buffers = "staging"  # under which name the ledger counts its files' buffers
 
     def __init__(
         self, offload: Offload, rank: int, compute: torch.device, ledger: Ledger, largest: dict[str, int], nbytes: int
@@ -273,7 +274,7 @@ class StateFile:
         size, simulation = self._largest, self._descriptor < 0
         memory = torch.empty(size, dtype=torch.uint8, device="cpu") if simulation else pages(size, self.tier.compute)
         view = None if simulation else raw(memory)
-        self.tier.ledger.hold("staging", size - room.memory.numel(), HOST)
+        self.tier.ledger.hold(self.tier.buffers, size - room.memory.numel(), HOST)
         room.view, room.memory = view, memory  # both or, where an interrupt came, neither
 
     def write(self, rest: FileRest) -> None:

@@ -67,14 +67,16 @@ class Tiers:
     ] = ""
     offload_gradients: Annotated[str, unset(WHERE, "Gradients, likewise.", "WHERE")] = ""
     offload_optimizer: Annotated[str, unset(WHERE, "Masters and optimizer states, likewise.", "WHERE")] = ""
+    offload_activations: Annotated[
+        str, unset(WHERE, "What forward saves for backward; --offload leaves it on the device.", "device|cpu|nvme")
+    ] = ""
 
 
 def tiers_of(options: dict[str, Any]) -> dict[str, str]:
     """Take the options of `Tiers` out of `options`; return {state: where it rests}."""
-    from zeroshard.cli.config import places
-    from zeroshard.stage import STATES
+    from zeroshard.cli.config import PLACED, places
 
-    return places(options.pop("offload"), **{state: options.pop(f"offload_{state}") for state in STATES})
+    return places(options.pop("offload"), **{what: options.pop(f"offload_{what}") for what in PLACED})
 
 
 Steps = Annotated[int, option(COMMON, "Optimizer steps.")]

@@ -31,6 +31,7 @@ from zeroshard.cli.commands.options import (
 )
 from zeroshard.cli.config import InputError, Precision, in_options, offload_of, planned_offload
 from zeroshard.errors import UserError
+from zeroshard.stage import STATES
 
 System = Literal["deepspeed", "accelerate", "fsdp2"]
 
@@ -341,6 +342,8 @@ def _model(folder: str, options: dict[str, Any], asked: dict[str, str]) -> Any:
         if tokens is not None or asked:
             raise InputError("--tokens and --offload are about a model; say how large: --params 7B")
         return None
+    if of_jobs := [what for what in asked if what not in STATES]:
+        raise InputError(f"--offload-{of_jobs[0]} is for jobs: a number of parameters does not say what forward saves")
     asked = asked or {"gradients": "cpu", "optimizer": "nvme"}
     if "nvme" not in asked.values():
         raise InputError("--offload: nothing of this model rests in files; try --offload-optimizer nvme")

@@ -131,11 +131,11 @@ def train(context: typer.Context, files: MoreData = None, **options: Any) -> Non
     options["data"] = (*(options["data"] or ()), *(files or ()))
     options["lr"] = SIZES[options["size"]].lr if options["lr"] is None else options["lr"]
     if options["resume"]:
-        from zeroshard.cli.resume import TIERS, merge
+        from zeroshard.cli.resume import merge
 
         given = {name for name in options if (how := context.get_parameter_source(name)) and how.name != "DEFAULT"}
         given |= {"data"} if files else set()
-        given |= set(TIERS) if everywhere else set()
+        given |= {f"offload_{state}" for state in STATES} if everywhere else set()
         options = merge(options["resume"], options, frozenset(given), ranks)
     else:
         options["ranks"] = 1 if ranks is None else ranks

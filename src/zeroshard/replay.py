@@ -304,7 +304,9 @@ def unpack(message: Tensor, device: torch.device) -> Any:
 class Replay:
     """A function of a micro-batch that does forward and backward, of whose calls one in `every` is checked.
 
-    calls: made so far. replays: of these, checked. found: all that was found, oldest first; the same on every rank.
+    every: the same on every rank, or all raise at the next call that is due on any. calls: made so far. replays: of
+    these, checked; fewer on a rank that an interrupt kept from it. found: all that was found, oldest first; the same on
+    every rank.
     """
 
     def __init__(self, engine: Any, work: Callable[..., Any], every: int) -> None:
@@ -443,7 +445,8 @@ class Replay:
 
     def _checked(self, message: Tensor, own: Tensor, before: Sequence[_Place]) -> list[Corruption]:
         """Replay, and return what was found, the same on every rank."""
-        group, number = self._engine.group, self.replays
+        group = self._engine.group
+        number = (self.calls - 1) // self.every  # of numbers that all ranks have compared: `replays` is none of them
         with group.as_one():
             told = group.poll("replaying", group.number("replay"), message.numel())
             sizes = [size for (size,) in told] * (group.ranks // len(told))

@@ -1,10 +1,16 @@
 """Helps of commands, at the widths of terminals."""
 
 import re
+from typing import get_args
 
 import pytest
+import typer
 
+from zeroshard.cli import gates
+from zeroshard.cli.config import Precision, Transport
 from zeroshard.cli.main import app
+from zeroshard.cli.question import Question
+from zeroshard.layout import BUCKET_MIB, Layout
 
 OPTIONS = {
     "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-activations offload-gradients offload-optimizer "
@@ -89,3 +95,49 @@ def test_common_options_come_first_and_the_rest_is_behind_help_all(helped, comma
 def test_a_help_of_few_options_shows_all(helped, command, options):
     shown = [helped(command, asked) for asked in ("--help", "--help-all")]
     assert shown[0] == shown[1] and re.findall(r"^  --([a-z-]+)", shown[0], re.MULTILINE) == options.split()
+
+
+def test_verifys_help_says_what_gate_4_takes_where_no_setting_is_named(helped):
+    """As its plan of everything does, and otherwise what the options' own defaults are."""
+    told, defaults = {}, {}
+    for row in helped("verify", "--help-all").split("\n  --")[1:]:
+        if found := re.search(r"\[default: ([^\]]*)\]", re.sub(r"\s+", " ", row)):
+            told[row.split()[0]] = found[1].removesuffix(" where no setting is named").split("; ")
+    for each in typer.main.get_command(app).commands["verify"].params:
+        defaults[each.name.replace("_", "-")] = str(each.default)
+    question = Question("job", (2, 3, 4), (0, 1, 2, 3), ("24", "small"), 4, 2, "fp32", None, 0, 300.0)
+    plan = gates.everything(question, (), full=False, folder="/tmp", slow="")
+
+    def values(axis):
+        return list(dict.fromkeys(trial.axes[axis] for trial in plan.trials))
+
+    assert told["ranks"] == [defaults["ranks"], "1 to 4"] and sorted(values("ranks")) == ["1", "2", "3", "4"]
+    assert told["steps"] == [defaults["steps"], "2 of the pairs of gate 4"] and plan.own.steps == 2
+    for axis in ("replicas", "hosts", "optimizer-over"):
+        beside, alone = told[axis]
+        assert beside == defaults[axis] and {*alone.split(",")} == {*values(axis.replace("-", " "))}
+    assert told["transport"] == [defaults["transport"], "all"] and {*values("transport")} == {*get_args(Transport)}
+    assert told["precision"] == ["fp32, without a job bf16", "all"] and told["reduce"] == [defaults["reduce"], "both"]
+    assert {*values("format")} == {*get_args(Precision), "fp32 with int8 gradients"}
+    assert told["offload"] == ["none", "cpu,nvme"] and {*values("tier")} == {"device", "cpu", "nvme"}
+    assert told["stage"] == [defaults["stage"]] and told["bucket-mib"] == [defaults["bucket-mib"]]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize(
+    ("name", "default"),
+    {
+        "precision": "fp32",
+        "bounds": "unit",
+        "align": "128",
+        "bucket-mib": "24 on a CPU",
+        "replicas": "1",
+        "hosts": "1",
+    }.items(),
+)
+def test_plan_says_the_defaults_of_named_settings(helped, name, default, width):
+    """Those of the policies, which the options leave to them."""
+    shown = re.sub(r"\s+", " ", helped("plan", "--help-all", width))
+    assert re.search(rf"--{name} [^[]*\[default: {default}\]", shown)
+    fields = {"bounds": Layout().bounds, "align": Layout().align, "bucket-mib": f"{BUCKET_MIB:g} on a CPU"}
+    assert str(fields.get(name, default)) == default

@@ -17,7 +17,7 @@ from zeroshard.cli.config import InputError
 from zeroshard.cli.main import app
 from zeroshard.cli.outcomes import Cell
 from zeroshard.cli.question import Difference, Question
-from zeroshard.cli.verify import notes
+from zeroshard.cli.verify import DIED, notes
 from zeroshard.errors import UserError
 from zeroshard.planner import job
 
@@ -210,6 +210,28 @@ def test_a_rank_that_fails_ends_its_column():
     assert "ArithmeticError: only here" in done.stderr
     assert "1 failed, 1 not run\n" in done.stdout
     assert re.search(r"^4  configuration independence +fails +0 of 2$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.full
+def test_a_rank_that_dies_after_its_last_result_fails_it():
+    """By a signal at its exit, in every launch: what it wrote before is equal, and its last result counts as failed."""
+    done = run("verify", "jobs:dies_at_the_end", *ONE, "--stage", "0", "--steps", 2, "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["equal"]) == (1, False)
+    assert "zeroshard: rank 1 ended by signal 9; all ranks were ended" in done.stderr
+    assert [each["result"] for each in found["results"]] == ["equal", "failed"]
+    assert found["results"][-1]["why"] == found["notes"][-1] == DIED
+
+
+@pytest.mark.parametrize(("last", "equal"), [(False, 2), (True, 1)], ids=["all end well", "one dies"])
+def test_ranks_that_end_badly_after_all_results_fail_the_last(warm, monkeypatch, last, equal):
+    """The exit code of the ranks is looked at beside what they have written."""
+    ends_well = launch.start_ranks
+    monkeypatch.setattr(launch, "start_ranks", lambda *asked: ends_well(*asked) or int(last))
+    code, found = warm("mlp", *ONE, "--stage", "0", "--steps", "1")
+    assert code == int(last)
+    assert [each["result"] for each in found["results"]].count("equal") == equal
+    assert (DIED in found["notes"]) == last
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input

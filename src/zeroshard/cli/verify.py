@@ -50,6 +50,7 @@ SCENARIOS = (
     ("padding", "zeroshard.explain.stacked_mlp:padding", (2, 3, 4)),
 )
 
+DIED = "a rank died after its last result, which counts as failed: standard error says which rank, and how it ended"
 FILES = "verify.json", "verify.svg"  # of --out
 
 
@@ -128,6 +129,7 @@ def judged(plan: Plan, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
     order = {trial: number for number, trial in enumerate(plan.trials)}
     grid = sorted((cell for cell in cells if cell.trial in order), key=lambda cell: order[cell.trial])  # type: ignore[index]
     said = notes(plan.own, grid, trains) if cells else _unsteady(twice)
+    said += [DIED] * any(cell.why == DIED for cell in cells)
     code = launch.FAILED if any(outcome.result == FAILS for outcome in found) else 0
     if not as_json:
         _show(plan.own, found, grid, said)
@@ -194,6 +196,8 @@ def _launch(plan: Plan, folder: Path, number: int, ranks: int, trials: list[Tria
             cells.append(Cell(ranks, trial.configuration, result, difference, trial, found["refused"]))
         else:
             cells.append(Cell(ranks, trial.configuration, FAILED if at == len(lines) else NOT_RUN, None, trial))
+    if code and len(lines) >= len(trials):
+        cells[-1] = cells[-1]._replace(result=FAILED, difference=None, why=DIED)
     return code
 
 

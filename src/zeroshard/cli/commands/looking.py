@@ -9,16 +9,17 @@ import typer
 from zeroshard.cli.commands.options import (
     COMMON,
     GRID,
+    HOW,
+    RUN,
+    SENT,
     AsJson,
     InBackward,
     OffloadPath,
-    Over,
-    Sums,
     option,
     takes,
     unset,
 )
-from zeroshard.cli.config import FloatingPoint, InputError, Precision, in_options
+from zeroshard.cli.config import FloatingPoint, InputError, Precision, Reduce, Transport, in_options
 from zeroshard.cli.help import Command, Group
 from zeroshard.errors import UserError
 
@@ -40,36 +41,70 @@ class Shown:
     ] = None
 
 
+def named(panel: str | None, text: str, alone: str, beside: str, metavar: str | None = None) -> Any:
+    """Make an option of a setting, of which gate 4 takes other values where the command line names no setting."""
+    return unset(panel, f"{text} [dim]\\[default: {beside}; {alone} where no setting is named][/dim]", metavar)
+
+
 class Grid:
-    ranks: Annotated[str, option(COMMON, "Numbers of local processes to run it on.")] = "2,3,4"
+    ranks: Annotated[str, named(COMMON, "Numbers of local processes to run it on.", "1 to 4", "2,3,4", "NUMBERS")] = (
+        "2,3,4"
+    )
     stage: Annotated[str, option(COMMON, "Stages.")] = "0,1,2,3"
     replicas: Annotated[
-        str, option(GRID, "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.")
+        str,
+        named(
+            GRID,
+            "And with that many copies of the sharded model, where they divide the ranks: 1,2,4.",
+            "1,2",
+            "1",
+            "NUMBERS",
+        ),
     ] = "1"
     hosts: Annotated[
-        str, option(GRID, "And one copy of the model on that many hosts, where they divide the ranks: 1,2,4.")
+        str,
+        named(
+            GRID,
+            "And one copy of the model on that many hosts, where they divide the ranks: 1,2,4.",
+            "1,2",
+            "1",
+            "NUMBERS",
+        ),
     ] = "1"
     optimizer_in_backward: InBackward = False
     optimizer_over: Annotated[
-        str, option(GRID, "Which ranks share its states: each replica's (team), all replicas' (all), or team,all.")
+        str,
+        named(
+            GRID,
+            "Which ranks share its states: each replica's (team), all replicas' (all), or both.",
+            "team,all",
+            "team",
+            "WORDS",
+        ),
     ] = "team"
-    transport: Over = "auto"
-    reduce: Sums = "ordered"
+    transport: Annotated[Transport, named(RUN, HOW, "all", "auto")] = "auto"
+    reduce: Annotated[Reduce, named(RUN, SENT, "both", "ordered")] = "ordered"
     bucket_mib: Annotated[str, option(GRID, "Bucket sizes; small: that of the median tensor.")] = "24,small"
-    steps: Annotated[int, option(COMMON, "Optimizer steps, each compared.")] = 4
+    steps: Annotated[
+        int, unset(COMMON, "Optimizer steps, each compared. [dim]\\[default: 4; 2 of the pairs of gate 4][/dim]")
+    ] = 4
     accumulate: Annotated[int, option(COMMON, "Micro-batches that each rank adds up in one step.")] = 2
     precision: Annotated[
         Precision,
-        option(
+        named(
             COMMON,
             "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
             "-fp8: linear weights in 8 bits.",
+            "all",
+            "fp32, without a job bf16",
         ),
     ] = "fp32"
     clip: Annotated[float | None, unset(GRID, "Clip gradients to this norm. [dim]\\[default: no][/dim]")] = None
     seed: Annotated[int, option(GRID, "The seed of the weights, and of what is drawn in batches and losses.")] = 0
     timeout: Annotated[float, option(GRID, "Seconds after which a silent rank is an error.")] = 300.0
-    offload: Annotated[str, unset(COMMON, "Compare with all states in these tiers too: cpu,nvme.", "TIERS")] = ""
+    offload: Annotated[
+        str, named(COMMON, "Compare with all states in these tiers too.", "cpu,nvme", "none", "TIERS")
+    ] = ""
     offload_path: OffloadPath = ""
     full: Annotated[bool, option(COMMON, "1 to 8 ranks, and all values of settings that are not named.", "--full")] = (
         False

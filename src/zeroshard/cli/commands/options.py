@@ -62,7 +62,10 @@ class Tiers:
     offload_parameters: Annotated[
         str,
         unset(
-            WHERE, "Parameters: device, cpu, nvme, shared (by ranks of a host), or a fraction in host memory.", "WHERE"
+            WHERE,
+            "Parameters: device, cpu, nvme, shared (by ranks of a host), or a fraction in host memory. "
+            "[dim]\\[default: device, or --offload][/dim]",
+            "WHERE",
         ),
     ] = ""
     offload_gradients: Annotated[str, unset(WHERE, "Gradients, likewise.", "WHERE")] = ""
@@ -79,6 +82,8 @@ def tiers_of(options: dict[str, Any]) -> dict[str, str]:
     return places(options.pop("offload"), **{what: options.pop(f"offload_{what}") for what in PLACED})
 
 
+HOW = "How CPU ranks exchange data: gloo's messages, or memory that ranks of one host share. auto: if they can."
+SENT = "Gradients as they are, or sent as int8 codes: a quarter of the bytes, and bits of its own."
 Steps = Annotated[int, option(COMMON, "Optimizer steps.")]
 Seed = Annotated[int, option(MODEL, "The seed of the weights and of the micro-batches.")]
 Out = Annotated[
@@ -93,12 +98,12 @@ Over = Annotated[
     Transport,
     option(
         RUN,
-        "How CPU ranks exchange data: gloo's messages, or memory that ranks of one host share. auto: if they can.",
+        HOW,
     ),
 ]
 Sums = Annotated[
     Reduce,
-    option(RUN, "Gradients as they are, or sent as int8 codes: a quarter of the bytes, and bits of its own."),
+    option(RUN, SENT),
 ]
 Replicas = Annotated[int, option(RUN, "Copies of what is sharded, each over 1/K of the ranks: the same bits.")]
 Hosts = Annotated[

@@ -33,6 +33,7 @@ from zeroshard.cli.config import InputError, Precision, in_options, offload_of, 
 from zeroshard.errors import UserError
 from zeroshard.stage import STATES
 
+OF_BUCKETS = "[dim]\\[default: 24 on a CPU][/dim]"
 System = Literal["deepspeed", "accelerate", "fsdp2"]
 
 
@@ -79,7 +80,9 @@ class Sharding:
     precision: Annotated[
         str | None,
         unset(
-            RUN, "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters.", "fp32|bf16|bf16-split|fp32-fp8|bf16-fp8"
+            RUN,
+            "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters. [dim]\\[default: fp32][/dim]",
+            "fp32|bf16|bf16-split|fp32-fp8|bf16-fp8",
         ),
     ] = None
     grad_dtype: GradDtypeOfJob = None
@@ -90,24 +93,36 @@ class Sharding:
         None
     )
     bounds: Annotated[
-        str | None, unset(RUN, "Where shards are cut: unit, model or tensor (shapes, jobs).", "BOUNDS")
+        str | None, unset(RUN, "Where shards are cut (shapes, jobs). [dim]\\[default: unit][/dim]", "unit|model|tensor")
     ] = None
     align: Annotated[
         str | None,
         unset(
-            RUN, 'Elements that no cut falls inside (shapes, jobs); of some parameters: "*.w=256".', "NUMBER|PATTERN=N"
+            RUN,
+            'Elements that no cut falls inside (shapes, jobs); of some parameters: "*.w=256". '
+            "[dim]\\[default: 128][/dim]",
+            "NUMBER|PATTERN=N",
         ),
     ] = None
-    bucket_mib: Annotated[float | None, unset(RUN, "The most that one message moves (shapes, jobs).")] = None
+    bucket_mib: Annotated[float | None, unset(RUN, f"The most that one message moves (shapes, jobs). {OF_BUCKETS}")] = (
+        None
+    )
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     gpus_per_node: Annotated[
         int | None, unset(RUN, "GPUs in a node: what one GPU sends inside its node and between nodes.")
     ] = None
     replicas: Annotated[
-        int | None, unset(RUN, "Copies of what is sharded, each over 1/K of the ranks.", None, "--replicas")
+        int | None,
+        unset(
+            RUN, "Copies of what is sharded, each over 1/K of the ranks. [dim]\\[default: 1][/dim]", None, "--replicas"
+        ),
     ] = None
     hosts: Annotated[
-        int | None, unset(RUN, "Hosts that one copy of the model is on: messages between them go by two levels.")
+        int | None,
+        unset(
+            RUN,
+            "Hosts that one copy of the model is on: messages between them go by two levels. [dim]\\[default: 1][/dim]",
+        ),
     ] = None
     optimizer_over: Spread = "team"
     machine: Annotated[
@@ -166,9 +181,11 @@ class Answer:
 
 class Simulated:
     ranks: Annotated[int, option(COMMON, "How many ranks there would be.")] = 8
-    rank: Annotated[str, option(COMMON, "Which of them to simulate: 0, or 0,511,1023.")] = "0"
+    rank: Annotated[str, option(COMMON, "Which of them to simulate: 0, or 0,511,1023.", metavar="RANKS")] = "0"
     stage: Stage = 3
-    machine: Annotated[str, option(COMMON, "dgx-2, a100, a100-ethernet or h100.")] = "a100"
+    machine: Annotated[
+        str, option(COMMON, "dgx-2, a100, a100-ethernet, h100, or a FILE.json.", metavar="NAME|FILE")
+    ] = "a100"
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
     optimizer_in_backward: InBackward = False
     precision: Annotated[
@@ -183,7 +200,7 @@ class Simulated:
     checkpoint: Annotated[bool, option(RUN, "Every unit runs again in backward.", "--recompute", "--checkpoint")] = (
         False
     )
-    bucket_mib: Annotated[float | None, unset(RUN, "The most that one message moves; else all of a unit.")] = None
+    bucket_mib: Annotated[float | None, unset(RUN, f"The most that one message moves. {OF_BUCKETS}")] = None
     prefetch: Annotated[int, option(RUN, "Units gathered ahead of use.")] = 1
     replicas: Replicas = 1
     hosts: Hosts = 1
@@ -194,7 +211,12 @@ class Simulated:
     ] = None
     ep: Annotated[int | None, unset(RUN, "Ranks that divide --experts; the job's model has one rank's part.")] = None
     reduce: Annotated[
-        str, option(RUN, "ordered: the same bits at every stage; native: the backend's sum; int8: codes of 8 bits.")
+        str,
+        option(
+            RUN,
+            "ordered: the same bits at every stage; native: the backend's sum; the last: 8 bits each.",
+            metavar="ordered|native|int8",
+        ),
     ] = "ordered"
     trace: Annotated[str | None, unset(ANSWER, "Write what happened as a Chrome trace.", "FILE")] = None
     as_json: AsJson = False

@@ -6,6 +6,7 @@ rank would, and adds those up in rank order, for the rows of each ep coordinate 
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import logging
 import math
@@ -25,6 +26,7 @@ import zeroshard
 from norms import total
 from ranks import RankFailure
 from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.cli.reference import in_8_bits
 from zeroshard.errors import CheckpointError, NotFiniteError, PeerError, UserError
 from zeroshard.explain.reading import read
 from zeroshard.explain.run import record_step
@@ -113,8 +115,11 @@ def weights(model, zero):
 
 
 @functools.cache
-def plain(world, ep, steps, backwards=2, dtype=torch.float32):
-    """All rows, in one process: the gradients of every rank's micro-batches, added up in rank order."""
+def plain(world, ep, steps, backwards=2, dtype=torch.float32, rounds=lambda name, rows: rows):
+    """All rows, in one process: the gradients of every rank's micro-batches, added up in rank order.
+
+    rounds: what a rank computes with, of its rows of a master.
+    """
     whole = model_of(0, 1)
     masters = dict(whole.named_parameters())
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
@@ -127,7 +132,7 @@ def plain(world, ep, steps, backwards=2, dtype=torch.float32):
             for at, model in enumerate(models):
                 for name, p in model.named_parameters():
                     rows = masters[name][at * local : (at + 1) * local] if ".experts." in name else masters[name]
-                    p.copy_(rows)
+                    p.copy_(rounds(name, rows))
                 model.to(dtype)
         for backward in range(backwards):
             for rank in range(world):
@@ -173,6 +178,151 @@ def test_bits_are_those_of_plain_torch_at_every_stage(ranks, world, ep, stage, d
         assert said == norms
         for name, tensor in found.items():
             assert torch.equal(tensor, rows_of(want, name, rank % ep, ep).to(dtype)), name
+
+
+IN_8_BITS = ("1.*.experts.*weight", "2.weight")
+
+
+def rounded(scaling, name, rows):
+    """In plain words: each expert by itself, or each row; a matrix that all ranks shard too."""
+    if not any(fnmatch.fnmatchcase(name, pattern) for pattern in IN_8_BITS):
+        return rows
+    if scaling == "128x128":  # a rank's rows fit into one
+        return in_8_bits(rows)
+    tensors = rows if rows.dim() > 2 else [rows]
+    return torch.stack(
+        [torch.stack([*map(in_8_bits, t)]) if scaling == "1x128" else in_8_bits(t) for t in tensors]
+    ).view(rows.shape)
+
+
+ROUNDED = {scaling: functools.partial(rounded, scaling) for scaling in ("tensor", "1x128", "128x128")}
+
+
+def in_8_bits_at(world, ep, stage, precision, layout):
+    model, optimizer, zero = sharded(world, ep, stage, seed=0, precision=precision, layout=layout)
+    before = weights(model, zero)
+    norms = train(model, optimizer, zero, 3)
+    after = weights(model, zero)
+    ledger = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
+    return before, after, norms, predict_states(zero), ledger
+
+
+@pytest.mark.row(94, 104)
+@pytest.mark.parametrize("scaling", ROUNDED)
+@pytest.mark.parametrize("stage", selection.STAGES)
+@pytest.mark.parametrize(("world", "ep"), MESHES)
+def test_experts_in_8_bits_have_the_bits_of_plain_torch_that_rounds_each_by_itself(ranks, world, ep, stage, scaling):
+    """Before the first step and after the third, beside a matrix that all ranks shard. Planned to the byte.
+
+    An expert has its own scale, or its rows have, so the reference is the same for every number of groups.
+    """
+    want, norms = plain(world, ep, 3, rounds=ROUNDED[scaling])
+    precision = Precision(fp8=IN_8_BITS, scaling=scaling)
+    runs = ranks.run(world, in_8_bits_at, world, ep, stage, precision, {"bucket_mib": 0.001})
+    first = {name: p.detach() for name, p in model_of(0, 1).named_parameters()}
+    for rank, (before, after, said, predicted, ledger) in enumerate(runs):
+        assert said == norms
+        for name, tensor in after.items():
+            rounds = ROUNDED[scaling]
+            assert torch.equal(before[name], rounds(name, rows_of(first, name, rank % ep, ep))), name
+            assert torch.equal(tensor, rounds(name, rows_of(want, name, rank % ep, ep))), name
+        assert predicted == {state: ledger[state] for state in predicted}
+        local = EXPERTS // ep
+        each = {"tensor": 3 * local + 1, "1x128": 3 * local * WIDTH + 3, "128x128": 3 + 1}[scaling]
+        assert ledger["scales"] == each
+
+
+def edited_in_8_bits(stage, write_from):
+    model, optimizer, zero = sharded(4, 2, stage, precision=Precision(fp8=IN_8_BITS))
+    train(model, optimizer, zero, 1)
+    before = weights(model, zero)
+    with zero.gathered(write_from=write_from), torch.no_grad():
+        if zero.rank % 2 == 0:
+            model[1][1].experts.weight[1, 2, 3] = 88.0
+    edited = weights(model, zero)
+    train(model, optimizer, zero, 1, first=1)
+    return before, edited, weights(model, zero)
+
+
+@pytest.mark.row(94, 104)
+@pytest.mark.parametrize("write_from", [None, 0], ids=["by-all", "by-one"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_an_edit_of_one_teams_expert_changes_the_scale_of_that_expert_alone(ranks, stage, write_from):
+    """Nothing of the other team's, whose scale has the same place in its bucket; on all ranks that have it the same."""
+    told = ranks.run(4, edited_in_8_bits, stage, write_from)
+    name = "1.1.experts.weight"
+    for rank, (before, edited, after) in enumerate(told):
+        assert all(torch.equal(after[n], told[rank % 2][2][n]) for n in after)
+        changed = {n for n in before if not torch.equal(before[n], edited[n])}
+        assert changed == ({name} if rank % 2 == 0 else set())
+        if changed:
+            assert edited[name][1, 2, 3] == 88.0 and torch.equal(edited[name][0], before[name][0])
+            smallest = edited[name][1][edited[name][1] != 0].abs().min()
+            assert smallest >= 2.0**-2 * 2.0**-9  # the least of 8 bits at a scale of 1/4
+
+
+def listed_in_8_bits(ep, stage, folder, load):
+    model, optimizer, zero = listed(
+        4, ep, stage, seed=3 if load else 0, precision=Precision(fp8=["*.experts.*.weight"])
+    )
+    if load:
+        zero.load(folder)
+    else:
+        train(model, optimizer, zero, 2)
+        zero.save(folder)
+    here = weights(model, zero)
+    train(model, optimizer, zero, 1, first=2)
+    return here, weights(model, zero)
+
+
+def masters_of(folder, ep, precision):
+    model, _, zero = sharded(4, ep, 1, seed=3, precision=precision)
+    zero.load(folder)
+    return weights(model, zero)
+
+
+@pytest.mark.full
+@pytest.mark.row(95, 104)
+def test_checkpoints_of_experts_in_8_bits_load_into_other_groups_and_formats(ranks, tmp_path):
+    """Files hold masters, so two groups of 8 bits go into one and four, at the same scales; and into fp32 unrounded."""
+    wrote = ranks.run(4, saved_in_8_bits, 2, 3, tmp_path / "stacked")
+    whole = together(wrote, 2)
+    masters = together(ranks.run(4, masters_of, tmp_path / "stacked", 2, None), 2)
+    assert all(torch.equal(ROUNDED["tensor"](name, rows), whole[name]) for name, rows in masters.items())
+    assert not all(torch.equal(rows, whole[name]) for name, rows in masters.items())
+    for ep in (1, 4):
+        found = ranks.run(4, masters_of, tmp_path / "stacked", ep, Precision(fp8=IN_8_BITS))
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in together(found, ep).items())
+
+
+def saved_in_8_bits(ep, stage, folder):
+    model, optimizer, zero = sharded(4, ep, stage, precision=Precision(fp8=IN_8_BITS))
+    train(model, optimizer, zero, 2)
+    zero.save(folder)
+    return weights(model, zero)
+
+
+@pytest.mark.full
+@pytest.mark.row(95, 104)
+def test_a_list_of_experts_in_8_bits_goes_on_at_any_number_of_groups(ranks, tmp_path):
+    """Each is a module, and a tensor of its own: the loaded weights are those saved, whichever rank has them."""
+    wrote = ranks.run(4, listed_in_8_bits, 2, 3, tmp_path, False)
+
+    def by_number(told, ep):
+        found = {}
+        for at in range(ep):
+            for name, tensor in told[at][0].items():
+                words = name.split(".")
+                if "experts" in words:
+                    place = words.index("experts") + 1
+                    words[place] = str(int(words[place]) + at * (EXPERTS // ep))
+                found[".".join(words)] = tensor
+        return found
+
+    want = by_number(wrote, 2)
+    for ep, stage in ((1, 0), (2, 1), (4, 3)):
+        found = by_number(ranks.run(4, listed_in_8_bits, ep, stage, tmp_path, True), ep)
+        assert found.keys() == want.keys() and all(torch.equal(found[name], want[name]) for name in want)
 
 
 def in_tier(world, ep, where, folder):

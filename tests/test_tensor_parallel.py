@@ -26,6 +26,7 @@ import zeroshard
 from norms import BLOCK, total
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.checkpoint.manifest import Saved
+from zeroshard.cli.reference import in_8_bits
 from zeroshard.errors import PeerError, UserError
 from zeroshard.integrations.export import Wanted, export_saved
 from zeroshard.planner import predict_states
@@ -185,12 +186,22 @@ def in_blocks(p, grad):
     return torch.cat([nn.functional.pad(part.reshape(-1), (0, -part.numel() % BLOCK)) for part in parts])
 
 
-def reference(tp, dp, steps, dtype, sequence, backwards=2):
-    """As `alone`, by hand: masters and sums in fp32, each gradient as its parameter is placed; clipped. And the norms."""
+def reference(tp, dp, steps, dtype, sequence, backwards=2, rounds=lambda name, p, master: master):
+    """As `alone`, by hand: masters and sums in fp32, each gradient as its parameter is placed; clipped. And the norms.
+
+    rounds: what a rank computes with, of its part of a master.
+    """
     mesh = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))["tp"]
     model = model_of(mesh, dtype=dtype, sequence=sequence)
     masters = [nn.Parameter(own(p).float()) for p in model_of(mesh, dtype=dtype, sequence=sequence).parameters()]
     optimizer, norms = torch.optim.AdamW(masters, lr=1e-2), []
+
+    @torch.no_grad()
+    def write_back():
+        for (name, p), master in zip(model.named_parameters(), masters, strict=True):
+            own(p).copy_(rounds(name, p, master.detach()))
+
+    write_back()
     for step in range(steps):
         sums = [torch.zeros_like(master) for master in masters]
         for micro in range(backwards * dp):
@@ -204,9 +215,7 @@ def reference(tp, dp, steps, dtype, sequence, backwards=2):
         norms.append(norm.item())
         torch.nn.utils.clip_grads_with_norm_(masters, 0.5, norm)
         optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(model.parameters(), masters, strict=True):
-                own(p).copy_(master)
+        write_back()
     return {name: own(p).clone() for name, p in model.named_parameters()}, norms
 
 
@@ -244,6 +253,74 @@ def test_norms_count_every_element_once_and_norm_weights_stay_equal(ranks, stage
     for rank, (norms, found) in enumerate(ranks.run(4, clipped, stage, dtype, sequence)):
         assert norms == want[rank % 2][1]
         assert all(torch.equal(tensor, want[rank % 2][0][name]) for name, tensor in found.items())
+
+
+LINEAR = ("wq.weight", "wk.weight", "wv.weight", "wo.weight", "w1.weight", "w2.weight", "w3.weight", "output.weight")
+
+
+def rounds_the_whole(name, p, master):
+    """A part of the whole tensor at one scale, as one process rounds it."""
+    if not name.endswith(LINEAR):
+        return master
+    whole = DTensor.from_local(master, p.device_mesh, p.placements).full_tensor()
+    return distribute_tensor(in_8_bits(whole), p.device_mesh, p.placements).to_local()
+
+
+def rounds_rows(name, p, master):
+    """Each row of this rank's part by itself: of columns a row of the whole tensor has a scale for each part."""
+    return torch.stack([*map(in_8_bits, master)]) if name.endswith(LINEAR) else master
+
+
+def rounded_reference(scaling):
+    rounds = {"tensor": rounds_the_whole, "1x128": rounds_rows}[scaling]
+    return reference(2, 2, 2, torch.float32, False, rounds=rounds)
+
+
+def in_8_bits_at(stage, scaling):
+    precision = Precision(fp8=True, scaling=scaling)
+    model, optimizer, zero = sharded(4, 2, stage, precision=precision, layout=Layout(bucket_mib=0.001))
+    norms = train(model, optimizer, zero, 2)
+    between = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
+    return norms, weights(model, zero), predict_states(zero), between
+
+
+@pytest.mark.row(98, 104)
+@pytest.mark.parametrize("scaling", ["tensor", "1x128"])
+@pytest.mark.parametrize("stage", selection.STAGES)
+def test_weights_in_8_bits_have_the_bits_of_tensor_ranks_that_round_alike(ranks, stage, scaling):
+    """One scale of a tensor is that of all its parts, as one process has it; tiles are those of a rank's part."""
+    want = ranks.run(2, rounded_reference, scaling)
+    for rank, (norms, found, predicted, between) in enumerate(ranks.run(4, in_8_bits_at, stage, scaling)):
+        assert norms == want[rank % 2][1]
+        assert all(torch.equal(tensor, want[rank % 2][0][name]) for name, tensor in found.items())
+        assert predicted == {state: between[state] for state in predicted}
+
+
+def saved_in_8_bits(tp, folder, load):
+    model, optimizer, zero = sharded(4, tp, 3, seed=0 if not load else 3, precision=Precision(fp8=True))
+    if load:
+        zero.load(folder)
+    else:
+        train(model, optimizer, zero, 2)
+        zero.save(folder)
+    with zero.gathered():
+        return {name: own(p).clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.full
+@pytest.mark.row(99, 104)
+def test_a_checkpoint_in_8_bits_loads_beside_any_number_of_tensor_ranks(ranks, tmp_path):
+    """Files hold masters of whole tensors, and a tensor's scale does not depend on how it is cut."""
+    parts = ranks.run(4, saved_in_8_bits, 2, tmp_path, False)
+    (whole, *_) = ranks.run(4, saved_in_8_bits, 0, tmp_path, True)
+    four = ranks.run(4, saved_in_8_bits, 4, tmp_path, True)
+    rows = ("wo.weight", "w2.weight")
+    for name, tensor in whole.items():
+        cut = 1 if name.endswith(rows) else 0
+        for told, tp in ((parts, 2), (four, 4)):
+            mine = [told[at][name] for at in range(tp)]
+            found = mine[0] if mine[0].shape == tensor.shape else torch.cat(mine, cut)
+            assert torch.equal(found, tensor), (name, tp)
 
 
 # ----------------------------------------------------------------------------------------------- who holds and moves what

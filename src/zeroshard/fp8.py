@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from .device import blank, chunk
+from .layout import Bucket
 from .numerics import simulated
 from .twins import twin
 
@@ -102,9 +103,23 @@ class Piece(NamedTuple):
 TILES = {"tensor": None, "1x128": (1, 128), "128x128": (128, 128)}  # Precision.scaling: rows and columns of a tile
 
 
-def grid(shape: Sequence[int], scaling: str) -> Grid:
-    """Return the tiles of a tensor: its last dimension counts columns, all others rows."""
+def grids(bucket: Bucket, scaling: str) -> list[Grid]:
+    """Return the tiles of each tensor of a bucket, as one rank has it.
+
+    Of experts, which are stacked on the first dimension, each is a tensor of its own: so they have the same scales
+    however many of them a rank holds.
+    """
+    return [grid(s.shape, scaling, stacked=bool(bucket.axis) and s.cut is None) for s in bucket.slots]
+
+
+def grid(shape: Sequence[int], scaling: str, *, stacked: bool = False) -> Grid:
+    """Return the tiles of a tensor: its last dimension counts columns, all others rows.
+
+    stacked: is a tensor of three dimensions or more a stack of tensors, each with a scale for all of it?
+    """
     tile, numel = TILES[scaling], math.prod(shape)
+    if tile is None and numel and stacked and len(shape) > 2:
+        return Grid(shape[0], numel // shape[0], 1, numel // shape[0])
     if tile is None or not numel:
         return Grid(1, max(numel, 1), 1, max(numel, 1))
     columns = shape[-1] if shape else 1

@@ -2,7 +2,7 @@
 
     masters, fp32            each step's scales are made from these, and then what rests
     parameters, 1 byte       the shard, or all of them: rest beside their masters at every stage; what a gather moves
-    scales, 1 byte a tile    on every rank the same
+    scales, 1 byte a tile    on every rank of a team the same
     gathered, 16 or 32 bits  what modules compute with; the bytes arrive in the last of this memory, and are read there
 
 Nothing else in the engine knows of it: such parameters are gathered for use at every stage, as those of other tiers.
@@ -22,7 +22,7 @@ from .. import fp8
 from ..errors import StateError, TierError, UserError
 from ..events import ends
 from ..features import Feature
-from ..layout import Bucket, Partition
+from ..layout import Bucket
 from ..numerics import COMPUTED, Precision, same_bits, simulated
 from .buffer import Buffer
 from .codec import Plain
@@ -70,21 +70,6 @@ def chosen(managed: list[Managed], precision: Precision) -> set[str]:
     return found
 
 
-def check_fp8(partition: Partition) -> None:
-    """Refuse parameters of 8 bits along an axis of the mesh, by name."""
-    names = [slot.name for bucket in partition.buckets if bucket.fp8 for slot in bucket.slots]
-    if not names:
-        return
-    parts = any(b.fp8 and (b.axis or slot.cut is not None) for b in partition.buckets for slot in b.slots)
-    if parts:
-        raise UserError(
-            "parameters in 8 bits rest on each rank, and all ranks shard them",
-            where=f"parameter {names[0]!r}" + f" and {len(names) - 1} more" * (len(names) > 1),
-            got="parameters along an axis of the mesh: experts, or beside tensor parallelism",
-            instead="Precision(fp8=[...]) with patterns that leave these out",
-        )  # fmt: skip
-
-
 class Tiled(NamedTuple):
     """The elements of one slot among some of a bucket: where they are, and the scales of their tiles."""
 
@@ -104,13 +89,17 @@ class E4M3(Plain):
 
     def __init__(self, buffer: Buffer, *, scaling: str) -> None:
         super().__init__(buffer)
-        self.grids = [fp8.grid(slot.shape, scaling) for slot in buffer.bucket.slots]
+        self.grids = fp8.grids(buffer.bucket, scaling)
         ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
         self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
         self.scales = buffer.tier.reserve("scales", ends_at[-1], fp8.BYTE)
         self._seen: Tensor | None = None  # scales that a step's masters ask for, which have left memory since
         self._arriving: Tensor | None = None  # the bytes that a gather brings
         self._apart = False  # are these in memory of their own?
+        seat = buffer.team.seat
+        # One scale of a tensor that tensor parallelism has cut is that of all its parts; every other is of one part.
+        self._joined = scaling == "tensor" and buffer.bucket.slots[0].cut is not None
+        self._place, self._places = (0, 1) if self._joined else (seat.part, seat.parts)
 
     # --- from masters to bytes --------------------------------------------------------------------------------------
 
@@ -139,7 +128,8 @@ class E4M3(Plain):
             fp8.quantise_(raw[part.where], masters[part.where], part.scales, part.tiles, part.first)
 
     def encode(self, resting: Tensor, source: Tensor) -> None:
-        self.scales.copy_(self._scales(source, 0, self.buffer.bucket.numel))
+        scales = self._scales(source, 0, self.buffer.bucket.numel)
+        self.scales.copy_(self.buffer.group.maximum(scales) if self._joined else scales)
         first, last = self.buffer.parameters.first, self.buffer.parameters.last
         self._quantise(resting, source[first:last], first, last)
         self.buffer.gathered.current = False  # it was not rounded, and goes at once
@@ -153,12 +143,24 @@ class E4M3(Plain):
     @classmethod
     @torch.no_grad()
     def agree(cls, codecs: Sequence[Plain]) -> None:
-        """Quantise buckets anew from their masters. One small message for all tensors, a byte for each scale."""
+        """Quantise buckets anew from their masters.
+
+        One small message for all tensors, a byte for each scale; of experts, for those of every team.
+        """
         found = [codec for codec in codecs if isinstance(codec, cls)]
-        scales = torch.cat([codec.scales_here().to(codec.scales.device) for codec in found])
-        scales = found[0].buffer.group.maximum(scales)
-        for codec, mine in zip(found, scales.split([len(codec.scales) for codec in found]), strict=True):
-            codec.requantise(mine)
+        asked = [codec.asked_of_all() for codec in found]
+        agreed = found[0].buffer.group.maximum(torch.cat(asked)).split([len(each) for each in asked])
+        for codec, scales in zip(found, agreed, strict=True):
+            codec.requantise(scales.view(codec._places, -1)[codec._place])
+
+    def asked_of_all(self) -> Tensor:
+        """Return what this rank puts into the message: its scales, in its team's place where teams have parts."""
+        mine = self.scales_here().to(self.scales.device)
+        if self._places == 1:
+            return mine
+        asked = mine.new_zeros(self._places, len(mine))
+        asked[self._place] = mine
+        return asked.view(-1)
 
     def scales_here(self) -> Tensor:
         """Return the scales that this rank's masters ask for."""
@@ -340,9 +342,6 @@ class _Manifest(Feature):
 
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str]:
         return chosen(managed, precision)
-
-    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        check_fp8(assembly.partition)
 
     def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
         return functools.partial(E4M3, scaling=assembly.precision.scaling) if bucket.fp8 else None

@@ -32,12 +32,12 @@ def rows(zero: Zero) -> int:
 def holding(zero: Zero) -> Holding:
     """Return the `Holding` of this rank once the optimizer has stepped."""
     from ..engine.fragment import file_name
-    from ..fp8 import grid
+    from ..fp8 import grids
 
     precision = zero._engine.precision
 
     def rests(bucket: Bucket) -> Resting:
-        scales = sum(grid(slot.shape, precision.scaling).number for slot in bucket.slots) if bucket.fp8 else 0
+        scales = sum(tiles.number for tiles in grids(bucket, precision.scaling)) if bucket.fp8 else 0
         return resting(
             bucket, precision.formats(bucket), zero.placements, zero._engine.resting[bucket.index],
             one_memory=zero._engine.device.type == "cpu", accumulated=not zero._engine.asked.in_backward,

@@ -91,20 +91,20 @@ FEATURES = {
     "parameters in 8 bits": Feature(
         r"fp8|[Qq]uantis|requantise|\bscaling\b|Scaling\b|\blook\(buffer|import look|import spread|follow_edits\(units"
         r"|import follow_edits|\bCOMPUTED\b|_landing\(|def _fill",
-        ("engine/quantised.py", "fp8.py", "engine/fused_fp8.py"),
+        ("engine/quantised.py", "fp8.py", "engine/fused_fp8.py", "planner/formats.py"),
         r"accepted|_filled",
         ("engine/coded.py",),
     ),
     "gradients in 8 bits": Feature(
         r"int8|\bcodes\b|coded\(|Coded\b|\.encoded\(|def encoded|\.message\b|def message\b",
-        ("int8.py", "engine/coded.py", "engine/fused_int8.py"),
+        ("int8.py", "engine/coded.py", "engine/fused_int8.py", "planner/formats.py"),
         r"torch\.u?int8|uint8|escape",
         ("ranks/transport.py", "ranks/shared_memory.py", "checkpoint/files.py"),
     ),
     "split masters": Feature(
         r"\.split\b(?!\()|split_master|Master\.SPLIT|\bsplits\b|\bSplit\b|split_nbytes|lost_edit|editable\(units|import.*editable"
         r"|\bjoin_\b|\bsplit_\(|split=|SPLIT_BITS|report_lost|check_split|forget_kept|\bkeep\(\)",
-        ("engine/split.py", "halves.py", "engine/fused_split.py"),
+        ("engine/split.py", "halves.py", "engine/fused_split.py", "planner/formats.py"),
         r"ranks\.split|splits =|own, splits|receive, send, own, splits|\[self\.position\] = splits",
         ("ranks/process_team.py", "numerics.py", "checkpoint/replicas.py"),
     ),

@@ -97,14 +97,12 @@ def test_a_quarter_of_the_bytes_is_sent_and_counted(stage):
 @pytest.mark.full
 @pytest.mark.row(105)
 def test_a_plan_of_a_job_says_what_is_sent_and_held():
-    """For a number of parameters and for shapes it is refused so far."""
+    """As for shapes (test_planned_formats)."""
     (found,) = zeroshard.plan(gpt, ranks=2, stage=3, layout=Layout(bucket_mib=0.005), comm=Comm(reduce="int8")).stages
     run = simulate(gpt, ranks=2, stage=3, layout=Layout(bucket_mib=0.005), comm=Comm(reduce="int8"))
     numel = sum(bucket.numel for bucket in run.zero.partition.buckets)
     assert (found.traffic.reductions, found.traffic.reduce.logical) == (1.0, numel * 33 // 32)
     assert found.peak == max(most.total for phase, most in run.ledger.phases.items() if phase != "between")
-    with pytest.raises(UserError, match="reduce: for jobs only"):
-        zeroshard.plan(params="7B", ranks=8, comm=Comm(reduce="int8"))
 
 
 # --------------------------------------------------------------------------------------------------- what is no number

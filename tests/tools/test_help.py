@@ -17,7 +17,7 @@ OPTIONS = {
     "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
     "transport",
     "demo": "help out ranks seed steps verbose",
-    "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export gpu gpu-mem gpus-per-node grad-dtype help hosts "
+    "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
     "host-mem json machine no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters optimizer "
     "optimizer-in-backward optimizer-over params precision "
     "prefetch preset ranks recompute reduce replicas shapes stage step-time text tokens transport units whole",
@@ -53,7 +53,7 @@ def test_the_options_are_these(helped):
     """A new option is a decision; this list makes it one."""
     for command, options in OPTIONS.items():
         shown = helped(command, "--help-all")
-        found = re.findall(r"^  --([a-z-]+)|, --(no-[a-z-]+)\s", shown, re.MULTILINE)
+        found = re.findall(r"^  --([a-z0-9-]+)|, --(no-[a-z-]+)\s", shown, re.MULTILINE)
         assert sorted({first or negated for first, negated in found} - {"help-all"}) == sorted(options.split())
     assert "train" in helped("", "--help")
 
@@ -83,7 +83,7 @@ def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
 )
 def test_common_options_come_first_and_the_rest_is_behind_help_all(helped, command, common, rest):
     short, long = (helped(command, asked) for asked in ("--help", "--help-all"))
-    first, all_of_it = (re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE) for shown in (short, long))
+    first, all_of_it = (re.findall(r"^  --([a-z0-9-]+)", shown, re.MULTILINE) for shown in (short, long))
     assert first == [*common.split(), "help", "help-all"] == all_of_it[: len(first)]
     assert re.search(rf"--help-all +Show {rest} more option", short)
     assert len(all_of_it) == len(first) + rest

@@ -32,7 +32,7 @@ def test_an_argument_that_never_was_is_pythons_error():
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ({"precision": Precision(param_dtype=torch.bfloat16)}, "precision"),
+        ({"precision": Precision(nonfinite="skip")}, "Precision.nonfinite"),
         ({"precision": Precision(grad_dtype=torch.bfloat16)}, "Precision.grad_dtype"),
         ({"layout": Layout(recompute=True)}, "Layout.recompute"),
         ({"layout": Layout(units=["blocks.*"])}, "Layout.units"),
@@ -74,11 +74,11 @@ def test_an_option_is_a_field_of_its_policy():
     given = {
         "bounds": "tensor", "align": "*.w=256", "bucket_mib": 2.5, "checkpoint": True, "whole": "a,b", "experts": "*.x",
         "prefetch": 3, "replicas": 2, "hosts": 1, "transport": "shared", "optimizer_over": "all", "timeout": 5.0, "overlap": True,
-        "reduce": "ordered", "precision": "bf16-split", "grad_dtype": "bf16", "optimizer_in_backward": True,
+        "reduce": "ordered", "precision": "bf16", "grad_dtype": "bf16", "fp8": "*.w,*.v", "optimizer_in_backward": True,
     }  # fmt: skip
     assert {*given} == NAMES - {"instances"}
     assert policies(given) == {
-        "precision": Precision(torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True, split_master=True),
+        "precision": Precision(torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True, fp8=("*.w", "*.v")),
         "layout": Layout("tensor", 2.5, {"*.w": 256}, recompute=True, whole=("a", "b"), along={"*.x": "edp"}),
         "comm": Comm(prefetch=3, replicas=2, hosts=1, transport="shared", optimizer="all", timeout=5.0),
         "optimizer_in_backward": True,
@@ -91,6 +91,8 @@ def test_an_option_is_a_field_of_its_policy():
         (("fp32", "fp32"), Precision(grad_dtype=torch.float32)),
         (("bf16",), Precision(torch.bfloat16, cast_inputs=True)),
         (("fp32-fp8",), Precision(fp8=True)),
+        (("bf16-split",), Precision(torch.bfloat16, cast_inputs=True, split_master=True)),
+        (("fp32-fp8", None, "*.w"), Precision(fp8=("*.w",))),
         (("bf16-fp8", "bf16"), Precision(torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True, fp8=True)),
     ],
 )

@@ -58,7 +58,7 @@ def configured(path: str, options: dict[str, Any], given: Collection[str]) -> Se
         answers["checkpoint"] = layout.recompute is True or None
         if getattr(precision, "param_dtype", None) == torch.float16:
             notes.append("fp16 is planned as bf16, which has as many bytes")
-    elif not {"preset", "bytes", "optimizer"} & set(given):
+    elif not {"preset", "bytes", "optimizer", "precision"} & set(given):
         unknown = any("16.enabled" in note for note in notes)
         answers["preset"] = "fp32" if precision is None and not unknown else None
     if not comm.release_after_forward:
@@ -112,9 +112,9 @@ def _fields(policy: Any) -> dict[str, Any]:
 
 def _precision(options: dict[str, Any]) -> Precision:
     """Make the `Precision` of a job by --precision, that of a number or shapes by their recipe's bytes."""
-    made = precision_of(options["precision"], options["grad_dtype"]) or Precision()
+    made = precision_of(options["precision"], options["grad_dtype"], options.get("fp8")) or Precision()
     param = made.param_dtype
-    if options["params"] is not None or options["shapes"] is not None:
+    if options["precision"] is None and (options["params"] is not None or options["shapes"] is not None):
         default = "paper" if options["params"] is not None else "zeroshard"
         chosen = recipe(options["preset"] or default, optimizer=options["optimizer"], custom=options["bytes"])
         half = torch.float16 if "fp16" in chosen.name else torch.bfloat16

@@ -81,6 +81,11 @@ def _planned(options: dict[str, Any]) -> Plan:
             )
         options["replicas"] = older
     rest = {name: value for name, value in options.items() if name not in NAMES}
+    # Of a number and of shapes there is a preset of it, as fp32 is all policies' default.
+    if options.get("job") is None and options.get("precision") == "fp32" and policies(options)["precision"] is None:
+        if rest.get("preset") not in (None, "fp32"):
+            raise InputError("--preset and --precision both say how many bytes a parameter takes; one of the two")
+        rest["preset"] = "fp32"
     try:
         return plan(**rest, **policies(options), offload=offload)
     except UserError as error:
@@ -107,7 +112,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
-    run, policy = ("ranks", "accumulate", "no_sync"), NAMES - {"experts", "whole", "instances"}
+    run, policy = ("ranks", "accumulate", "no_sync"), NAMES - {"experts", "fp8", "whole", "instances"}
     offload = _places(settings)
     other = {name: value for name, value in settings.items() if name not in (*run, *policy, "job", "stage") and value}
     if job is None or text is not None or other:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 NAMES = {*OPTIONS, *ARGUMENTS, "precision"}  # of all options that a policy has
 
 
-def precision_of(word: str | None, grad_dtype: str | None = None) -> numerics.Precision | None:
-    """Make the `Precision` of --precision and --grad-dtype; None where neither asks for anything.
+def precision_of(word: str | None, grad_dtype: str | None = None, fp8: str | None = None) -> numerics.Precision | None:
+    """Make the `Precision` of --precision, --grad-dtype and --fp8; None where none asks for anything.
 
     "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast; "bf16-split":
     the same with split masters. "fp32-fp8" and "bf16-fp8": with the weights of linear layers in 8 bits.
-    grad_dtype: what gradients are added up in.
+    grad_dtype: what gradients are added up in. fp8: patterns of the parameters in 8 bits, with commas between.
     """
     for name, value, words in (
         ("precision", word, get_args(Precision)),
@@ -34,7 +34,12 @@ def precision_of(word: str | None, grad_dtype: str | None = None) -> numerics.Pr
         if value not in (None, *words):
             raise UserError(f"no such {name}", got=repr(value), instead=nearest(str(value), words))
     computed, _, rest = (word or "fp32").partition("-")
-    if computed == "fp32" and not rest and grad_dtype is None:
+    if fp8 is not None and rest not in ("", "fp8"):
+        raise UserError(
+            "fp8 and precision both say how parameters rest", got=f"precision={word!r}, fp8={fp8!r}",
+            instead=f'precision="{computed}"',
+        )  # fmt: skip
+    if computed == "fp32" and not rest and grad_dtype is None and fp8 is None:
         return None
     import torch
 
@@ -46,7 +51,7 @@ def precision_of(word: str | None, grad_dtype: str | None = None) -> numerics.Pr
         grad_dtype=None if grad_dtype is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype],
         cast_inputs=low,
         split_master=rest == "split",
-        fp8=rest == "fp8",
+        fp8=rest == "fp8" if fp8 is None else READ["fp8"](fp8),
     )
 
 
@@ -72,7 +77,7 @@ def given_of(policy: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def policies(options: Mapping[str, Any]) -> dict[str, Any]:
     """Make the arguments of `shard` that a command's options are, but for `stage` and `offload`."""
     return {
-        "precision": precision_of(options.get("precision"), options.get("grad_dtype")),
+        "precision": precision_of(options.get("precision"), options.get("grad_dtype"), options.get("fp8")),
         "layout": layout_of(options),
         "comm": comm_of(options),
         **{name: bool(options.get(name)) for name in ARGUMENTS},
@@ -92,5 +97,6 @@ def _blocks(text: str) -> int | dict[str, int]:
 READ: Mapping[str, Callable[[str], Any]] = {  # options whose text is not yet the field's value
     "align": _blocks,
     "experts": lambda pattern: {pattern: "edp"},
+    "fp8": lambda patterns: tuple(patterns.split(",")),
     "whole": lambda patterns: tuple(patterns.split(",")),
 }

@@ -128,12 +128,12 @@ def pasted(found: Plan, stage: StagePlan, options: Mapping[str, Any], given: Col
 
 
 def _precision(recipe: Recipe, options: Mapping[str, Any], *, sharded: bool) -> dict[str, Any] | None:
-    """Return the fields of `Precision`: a job's by its options, else by what a recipe has beside masters.
+    """Return the fields of `Precision`: by its options, else by what a recipe has beside masters.
 
     sharded: are parameters? Then masters may stand for them, and a recipe that keeps both asks for it.
     """
-    if options.get("job") is not None:
-        made = precision_of(options.get("precision"), options.get("grad_dtype"))
+    if options.get("job") is not None or options.get("precision") is not None or options.get("fp8") is not None:
+        made = precision_of(options.get("precision"), options.get("grad_dtype"), options.get("fp8"))
         return {} if made is None else _changed(made)
     if recipe.parameters == 2 * HALF and recipe.gradients == 2 * HALF and "master" not in recipe.optimizer:
         return {}

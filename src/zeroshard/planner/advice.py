@@ -61,7 +61,9 @@ def _thin(recipe: Recipe) -> Recipe | None:
     """Return the recipe with gradients added up in the parameters' 16 bits; None where they are no wider."""
     if not recipe.parameters == 2 < recipe.gradients:
         return None
-    return replace(recipe, name=f"{recipe.name}, bf16 gradients", gradients=recipe.parameters)
+    eighths = recipe.in_8_bits and replace(recipe.in_8_bits, gradients=recipe.parameters)
+    name = f"{recipe.name}, bf16 gradients"
+    return replace(recipe, name=name, gradients=recipe.parameters, in_8_bits=eighths)
 
 
 def _more_ranks(

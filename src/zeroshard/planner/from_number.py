@@ -33,7 +33,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
     cut = None if asked.units is None else _equal_units(numel, asked, asked.units)
 
     def of(stage: int) -> StagePlan:
-        placements = asked.placements(stage)
+        placements, whole = asked.placements(stage), recipes.with_masters(recipe, asked.fractions)
         tiers = _shared_out(numel, group, placements, recipe, asked)
         at_rest = states.together(tiers)
         found = () if cut is None else tuple(_instants(cut, asked, placements))
@@ -53,7 +53,7 @@ def plan_params(numel: int, asked: Asked) -> Plan:
             tiers=tiers,
             files=sum(on_disk.values()),
             moves=files.closed_moves(
-                on_disk, placements, mastered="master" in recipes.with_masters(recipe, asked.fractions).optimizer,
+                on_disk, placements, mastered="master" in whole.optimizer and not recipe.split,
                 accumulate=asked.accumulate, no_sync=asked.no_sync, first=copies == 1 or placements.by_part,
             ),
             buckets=-(-math.ceil(numel * recipe.parameters) // int(_bucket_nbytes(numel, asked))),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 from ..events import DEVICE
 from ..layout import Layout, Partition, Spec, partition, together
 from ..matrices import stacked
 from ..stage import Degree, Placements
-from . import advice, files, instants, recipes, shapes, states, units
+from . import advice, files, formats, instants, recipes, shapes, states, units
 from .advice import Change
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
@@ -26,6 +27,8 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     model = shapes.read(path)
     recipe, layout = asked.recipe, asked.layout
     specs = _specs(model, asked, layout)
+    eighths = Fraction(sum(spec.numel for spec in specs if spec.fp8), sum(spec.numel for spec in specs))
+    asked = asked._replace(recipe=recipe.averaged(eighths))
     names = units.unit_names(model.parameters)
 
     cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
@@ -33,6 +36,8 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     def cut_among(group: int) -> tuple[Partition, list[states.Owned]]:
         if group not in cuts:
             laid_out = partition(specs, layout, group, group // asked.ep)
+            if recipe.coded:
+                formats.check_codes(laid_out)
             cuts[group] = laid_out, states.owned(laid_out, asked.along(0, group))
         return cuts[group]
 
@@ -41,7 +46,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     def alone(stage: int) -> Traffic:
         cut, owned = cut_among(asked.ranks)
         placements = asked.alone.placements(stage)
-        rank = states.fullest_rank(owned, placements, recipe)
+        rank = states.fullest_rank(owned, placements, asked.recipe)
         return states.recipe_traffic(
             cut, placements, rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
         )
@@ -49,7 +54,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
         cut, owned = cut_among(ranks // copies)
         placements = asked.placements(stage)
-        rank = _fullest(cut, owned, placements, other, copies)
+        rank = _fullest(cut, owned, placements, other.averaged(eighths), copies)
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)
         holding = states.of_recipe(cut, placements, rank, other, resting, replicas=copies, along=along)
@@ -63,7 +68,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
             cut, placements, instants.item_sizes(other), rank, prefetch=asked.comm.prefetch, **shown
         )
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
-        formula = recipes.cast_here(other, asked.fractions).formula(placements, copies)
+        formula = recipes.cast_here(other.averaged(eighths), asked.fractions).formula(placements, copies)
         beside: dict[str, Any] = {}
         if resting is not None:
             beside["files"] = sum(file.nbytes for file in holding.files().values())
@@ -100,7 +105,8 @@ def _fullest(cut: Partition, owned: list[states.Owned], placements: Placements, 
 
 def _specs(model: shapes.Shapes, asked: Asked, layout: Layout) -> list[Spec]:
     # Buckets are cut by the parameters' bytes in training, not in the file: whole ones, even if a recipe says 1.5.
-    specs = model.specs(max(round(asked.recipe.parameters), 1), asked.experts, asked.ep)
+    fp8 = formats.named([*model.parameters], model.linear, asked.precision)
+    specs = model.specs(max(round(asked.recipe.parameters), 1), asked.experts, asked.ep, fp8)
     parameters = {spec.name: ([spec.name], spec.shape) for spec in specs}
     stacks = stacked(parameters, layout)
     blocks = together(parameters, layout, stacks)

@@ -20,8 +20,9 @@ def installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def tensors(where: Path, table: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Return (shapes by name, each parameter once; {other name of a tied one: the name that is counted})."""
+def tensors(where: Path, table: Mapping[str, Any]) -> tuple[dict[str, tuple[int, ...]], dict[str, str], list[str]]:
+    """Return (shapes by name, each parameter once; {other name of a tied one: the name that is counted}; the weights of
+    linear layers that are no routers)."""
     import torch
     import transformers
 
@@ -43,7 +44,11 @@ def tensors(where: Path, table: Mapping[str, Any]) -> tuple[dict[str, tuple[int,
             ties[name] = names[id(param)]
         else:
             names[id(param)], shapes[name] = name, tuple(param.shape)
-    return shapes, ties
+    layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    weights = {f"{name}.weight" for name in layers if name.rpartition(".")[2] not in ("router", "gate")}
+    named = {*shapes, *ties} & weights
+    other = {ties.get(each, each) for each in {*shapes, *ties} - named}
+    return shapes, ties, [name for name in shapes if name in named and name not in other]
 
 
 def _class_of(transformers: Any, table: Mapping[str, Any], config: Any) -> Any:

@@ -5,7 +5,7 @@
     backward of unit k    the root, unit k, the one just left and `prefetch` units before it, and the reductions
     reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it, and the
                           running sums of those that K replicas hand on, up to K more
-    step                  one bucket's gradients in the masters' dtype, where that is another
+    step                  one bucket's gradients in the masters' dtype, where that is another; its split masters, joined
     gather                after the step, into the replicated parameters' own memory: nothing
 
     peak = states at rest + the most of these
@@ -27,10 +27,11 @@ from ..flow import Flow, Memory
 from ..headroom import IN_FLIGHT, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import ALONE, Placements, Seat, seat
-from .recipes import Recipe
+from .recipes import CODED, Recipe
 from .states import At, Seats
 
 GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
+JOINED = "joined"
 
 
 class ItemSizes(NamedTuple):
@@ -41,6 +42,19 @@ class ItemSizes(NamedTuple):
     reduced: Fraction | int
     updated: Fraction | int
     in_backward: bool = False  # is a gradient there only until its bucket is updated, in backward?
+    computed: Fraction | int | None = None  # as modules compute with it, if that is not as parameters rest
+    coded: bool = False  # are gradients sent as codes of 8 bits?
+    split: bool = False  # are masters joined for a step, wherever parameters rest beside them?
+    in_8_bits: ItemSizes | None = None  # of buckets whose parameters rest in 8 bits
+
+    def of(self, bucket: Bucket) -> ItemSizes:
+        """Return the item sizes of a bucket."""
+        return self.in_8_bits if bucket.fp8 and self.in_8_bits is not None else self
+
+    @property
+    def gathered(self) -> Fraction | int:
+        """Bytes per element of a gathered bucket."""
+        return self.parameters if self.computed is None else self.computed
 
     @property
     def running(self) -> Fraction | int:
@@ -64,7 +78,11 @@ class Instant(NamedTuple):
 
 def item_sizes(recipe: Recipe) -> ItemSizes:
     """Take the item sizes from a recipe."""
-    return ItemSizes(recipe.parameters, recipe.gradients, recipe.reduced, recipe.updated, recipe.in_backward)
+    eighths = recipe.in_8_bits
+    return ItemSizes(
+        recipe.parameters, recipe.gradients, recipe.reduced, recipe.updated, recipe.in_backward, recipe.computed,
+        recipe.coded, recipe.split, None if eighths is None else item_sizes(eighths),
+    )  # fmt: skip
 
 
 def instants(
@@ -93,9 +111,13 @@ def instants(
         units.setdefault(bucket.unit, []).append(bucket)
 
     def nbytes(bucket: Bucket) -> int:
-        return _nbytes(bucket.numel, sizes.parameters)
+        return _nbytes(bucket.numel, sizes.of(bucket).gathered)
 
-    brought = {b.index for b in partition.buckets if placements.parameters or not _on_device(resting, b, "parameters")}
+    def apart(bucket: Bucket) -> bool:  # do modules compute with other memory than rests?
+        rests = _on_device(resting, bucket, "parameters") and sizes.of(bucket).computed is None
+        return bool(placements.parameters) or not rests
+
+    brought = {bucket.index for bucket in partition.buckets if apart(bucket)}
     whole = {unit: sum(nbytes(bucket) for bucket in units[unit] if bucket.index in brought) for unit in units}
     order = [unit for unit in units if unit != 0]  # the root runs around them all
     shown = {unit: names[unit] if unit < len(names) else f"unit {unit}" for unit in units}
@@ -105,11 +127,11 @@ def instants(
             return {}
         window = [unit for unit in (0, *order[max(at - behind, 0) : at + ahead + 1]) if unit in units]
         buckets = [bucket for unit in window for bucket in units[unit] if bucket.index in brought]
-        return _some({GATHER: sum(whole[unit] for unit in window)}, lent(buckets, sizes.parameters))
+        return _some({GATHER: sum(whole[unit] for unit in window)}, lent(buckets, "parameters"))
 
-    def lent(buckets: Iterable[Bucket], itemsize: Fraction | int) -> dict[str, int]:
-        numels = [b.shard_numel(seats.of(b).position) for b in buckets if b.size > 1]
-        return {LENT: sum(_nbytes(numel, itemsize) for numel in numels) * shares}
+    def lent(buckets: Iterable[Bucket], kind: str) -> dict[str, int]:
+        found = [(b.shard_numel(seats.of(b).position), getattr(sizes.of(b), kind)) for b in buckets if b.size > 1]
+        return {LENT: sum(_nbytes(*each) for each in found) * shares}
 
     reduced = _reductions(
         partition, placements, sizes, seats, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
@@ -130,12 +152,16 @@ def instants(
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     averages = [] if placements.optimizer or sizes.in_backward else trained
     stepped = {} if sizes.in_backward else _step(partition, placements, sizes, seats, resting)
-    found.append(Instant("step", _some(stepped, lent(averages, sizes.gradients))))
+    found.append(Instant("step", _some(stepped, lent(averages, "gradients"))))
     # A copy that rests elsewhere passes through the device, bucket by bucket.
-    published = [nbytes(b) for b in trained if b.index in brought and not placements.parameters]
+    published = [
+        _nbytes(b.numel, sizes.of(b).parameters)
+        for b in trained
+        if not (placements.parameters or _on_device(resting, b, "parameters"))
+    ]
     spread = trained if placements.optimizer and not (placements.parameters or _once(resting)) else []
     moved = {GATHER: max(published, default=0) * bool(placements.optimizer)}
-    found.append(Instant("gather", _some(moved, lent(spread, sizes.parameters))))
+    found.append(Instant("gather", _some(moved, lent(spread, "parameters"))))
     return found
 
 
@@ -165,7 +191,9 @@ def _some(*tables: Mapping[str, int]) -> dict[str, int]:
 def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: ItemSizes) -> Instant:
     """Return the instant of building a unit: gathered, beside one bucket of it in the dtype of what is updated."""
     gathered = max(whole.values(), default=0)
-    build = max((_nbytes(bucket.numel, sizes.updated) for run in units.values() for bucket in run), default=0)
+    build = max(
+        (_nbytes(bucket.numel, sizes.of(bucket).updated) for run in units.values() for bucket in run), default=0
+    )
     return Instant("init", _some({GATHER: gathered, BUILD: build}))
 
 
@@ -174,11 +202,23 @@ def _step(
 ) -> dict[str, int]:
     """Return the most that a bucket's gradients take once they are in the dtype of what the optimizer updates."""
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    return {UPCAST: max((_upcast(b, placements, sizes, seats.of(b), resting) for b in trained), default=0)}
+    joined = [_joined(b, placements, sizes.of(b), seats.of(b), resting) for b in trained]
+    upcast = max((_upcast(b, placements, sizes, seats.of(b), resting) for b in trained), default=0)
+    return {UPCAST: upcast, JOINED: max(joined, default=0)}
+
+
+def _joined(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
+    """Return the bytes of a bucket's split masters while they are joined; on the device."""
+    alone = placements.together and _on_device(resting, bucket, "parameters")  # then nothing is split
+    if not sizes.split or alone or not _on_device(resting, bucket, "optimizer"):
+        return 0
+    first, last = bucket.held(sits, placements.optimizer)
+    return _nbytes(last - first, sizes.updated)
 
 
 def _upcast(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
     """Return a bucket's bytes of gradients in the dtype of what is updated; 0 if they have it, or off the device."""
+    sizes = sizes.of(bucket)
     if sizes.gradients == sizes.updated or not _on_device(resting, bucket, "optimizer"):
         return 0
     first, last = bucket.held(sits, placements.optimizer)
@@ -226,8 +266,8 @@ class _Updates:
 
     def _held(self, copied: int) -> dict[str, int]:
         placements, sizes, seat, _ = self._asked
-        held = [each.held(seat(each), placements.gradients) for each in self._here]
-        return {GRADIENTS: sum(_nbytes(last - first, sizes.gradients) for first, last in held), UPCAST: copied}
+        held = [(*each.held(seat(each), placements.gradients), sizes.of(each).gradients) for each in self._here]
+        return {GRADIENTS: sum(_nbytes(last - first, each) for first, last, each in held), UPCAST: copied}
 
 
 def _each_bucket(
@@ -315,10 +355,8 @@ def _reductions(
     second backward on the first holds what the one before left, unless the running sum has the gradients' dtype and
     serves for it; and each holds its part of that, where gradients do not rest on the device.
     """
-    itemsize = max(sizes.gradients, sizes.reduced) if no_sync else sizes.reduced
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
-    in_place = no_sync or (fresh and sizes.gradients == sizes.reduced)
-    in_place = in_place and not (shares or sizes.in_backward or placements.gradients)
+    kept = not (shares or sizes.in_backward or placements.gradients)
     replicas = seats.everyone.replicas
     updates = _Updates(placements, sizes, seats.of, resting, in_flight)
     messages = _Counted()
@@ -331,23 +369,38 @@ def _reductions(
 
     def begin(buckets: Iterable[Bucket]) -> None:
         for bucket in (each for each in buckets if each.index not in begun):
+            own = sizes.of(bucket)
+            in_place = kept and (no_sync or (fresh and own.gradients == own.reduced))
             there = in_place and _on_device(resting, bucket, "gradients")
+            itemsize = own.gradients if no_sync else own.reduced
             begun[bucket.index] = None if there else sums.sends.take(bucket.numel, itemsize)
+
+    def encoded(bucket: Bucket) -> Fraction | int:
+        """Encode a contribution that has begun, if it is coded; return the bytes per element of what is sent."""
+        own = sizes.of(bucket)
+        if not own.coded:
+            return own.gradients if no_sync else own.reduced
+        message = sums.sends.take(_nbytes(bucket.numel, CODED), 1)
+        sums.sends.give_back(begun[bucket.index])
+        begun[bucket.index] = message
+        return CODED
 
     def sent(bucket: Bucket) -> _Sent:
         seat, rests = seats.of(bucket), _on_device(resting, bucket, "gradients")
+        own_sizes, itemsize = sizes.of(bucket), encoded(bucket)
         comes = bucket.shard_numel(seat.position) * room(bucket.size)
+        comes, itemsize = (_nbytes(comes, CODED), 1) if own_sizes.coded else (comes, itemsize)
         receive = None if shares and bucket.size > 1 else sums.scratch.take(comes, itemsize)
         running, average, beside, again = None, None, [], placements.by_part and not (fresh or no_sync)
         if replicas > 1 and (own := bucket.shard_numel(seats.everyone.position)):
-            running = sums.scratch.take(own, sizes.running)
+            running = sums.scratch.take(own, own_sizes.running)
             first, last = bucket.held(seats.everyone, placements.owned)
             ends = seat.replica == replicas - 1 or (again and seat.replica == 0)
-            if placements.by_part and ends and sizes.running != sizes.gradients:
-                beside.append(sums.scratch.take(own, sizes.gradients))
+            if placements.by_part and ends and own_sizes.running != own_sizes.gradients:
+                beside.append(sums.scratch.take(own, own_sizes.gradients))
             if again and not rests:
-                beside.append(sums.scratch.take(last - first, sizes.gradients))
-            average = sums.scratch.take(last - first, sizes.gradients) if sizes.in_backward or not rests else None
+                beside.append(sums.scratch.take(last - first, own_sizes.gradients))
+            average = sums.scratch.take(last - first, own_sizes.gradients) if sizes.in_backward or not rests else None
         return _Sent(bucket, begun[bucket.index], receive, running, average, beside)
 
     begin(trainable if no_sync else [])

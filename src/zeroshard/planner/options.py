@@ -12,6 +12,7 @@ OPTIONS = {  # the option, as Python spells it, and (policy, field)
     "bucket_mib": ("Layout", "bucket_mib"),
     "checkpoint": ("Layout", "recompute"),
     "experts": ("Layout", "along"),
+    "fp8": ("Precision", "fp8"),
     "grad_dtype": ("Precision", "grad_dtype"),
     "hosts": ("Comm", "hosts"),
     "instances": ("Comm", "replicas"),
@@ -26,7 +27,13 @@ OPTIONS = {  # the option, as Python spells it, and (policy, field)
 }
 ARGUMENTS = ("optimizer_in_backward",)  # flags that are arguments of `shard` themselves
 # What an option's policy takes, where it is no value of the option itself.
-VALUES = {"checkpoint": "True", "experts": '{"*.experts.*": "edp"}', "optimizer_over": '"all"', "whole": '["*.weight"]'}
+VALUES = {
+    "checkpoint": "True",
+    "experts": '{"*.experts.*": "edp"}',
+    "fp8": "True",
+    "optimizer_over": '"all"',
+    "whole": '["*.weight"]',
+}
 # Fields of which the option has another name, and what else an error may name.
 OTHERS = {f"{policy}.{field}": name for name, (policy, field) in OPTIONS.items() if name not in (field, "instances")}
 OTHERS |= {"Offload.parameters": "offload", "Offload.activations": "--offload-activations"}

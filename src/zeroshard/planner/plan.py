@@ -22,7 +22,7 @@ from ..events import NVME
 from ..layout import Layout
 from ..ranks.comm import Comm
 from ..stage import STAGES, STATES, seat
-from . import from_number, from_shapes, gpus, machines, quantities, recipes, ways
+from . import formats, from_number, from_shapes, gpus, machines, quantities, recipes, ways
 from .answer import Plan
 from .asked import Asked
 from .disk import load
@@ -30,6 +30,7 @@ from .experts import check_experts
 from .machines import Machine
 from .options import OF_SHAPES, OPTIONS, in_policies
 from .quantities import whole
+from .recipes import Recipe
 
 if TYPE_CHECKING:
     from ..numerics import Precision
@@ -77,7 +78,8 @@ def plan(
     shapes: a JSON, safetensors or Hugging Face file or folder.
     ranks: how many ranks share the states.
     stage: 0 to 3 (None: all four; without 0 where it does not go with the policies).
-    precision: of a job. Of a number or shapes, `preset` or `bytes` say how many bytes each state takes.
+    precision: of a job; of a number or shapes in place of `preset`: this engine's bytes, of parameters in fp32 unless
+        `param_dtype` says otherwise. A number does not tell what `fp8` names.
     layout: of shapes and jobs. Buckets without a size are as on the CPU; with `machine`, and of a job whose model is
         on an accelerator, as on one.
     comm: without a `group`, which only a run has. With `machine` numbers of replicas are compared, and none is given.
@@ -107,7 +109,9 @@ def plan(
     _exactly_one(job=job, params=params, shapes=shapes)
     _check_policies(precision=precision, layout=layout, comm=comm, offload=offload)
     made, talk = layout or Layout(), comm or Comm()
-    _check_recipe(preset, bytes, optimizer, job=job, params=params)
+    if job is None and precision is not None and not _changed(precision):
+        precision = None  # it asks for nothing
+    _check_recipe(preset, bytes, optimizer, precision, job=job)
     most = from_number.RANKS_LIMIT if params is not None else from_shapes.RANKS_LIMIT
     _check_numbers(ranks, most, accumulate, gpus_per_node, talk)
     _check_units(units, known=params is None)
@@ -121,13 +125,11 @@ def plan(
     cluster = _cluster(machine, gpus_per_node, talk, once=together.once)
     _check_links(gpus_per_node, talk)
     if job is None:
-        _refuse_what_jobs_alone_count(precision, made, talk, offload)
+        _refuse_what_jobs_alone_count(precision, made, talk, offload, early=bool(optimizer_in_backward))
     if params is not None and made != Layout():
         changed = {f"Layout.{name}": value for name, value in _changed(made).items()}
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **changed)
-    chosen = recipes.recipe(
-        preset or ("paper" if params is not None else "zeroshard"), optimizer=optimizer, custom=bytes
-    )
+    chosen = _recipe(preset or ("paper" if params is not None else "zeroshard"), bytes, optimizer, precision, talk)
     asked = Asked(
         ranks=ranks,
         stages=_stages(stage, together),
@@ -154,6 +156,7 @@ def plan(
         if job is not None:
             return _plan_job(job, asked)
         if params is not None:
+            formats.check_number(asked.precision)
             return from_number.plan_params(quantities.count(params), asked)
         assert shapes is not None
         return from_shapes.plan_shapes(shapes, asked)
@@ -283,11 +286,19 @@ def _check_policies(**policies: object) -> None:
         )
 
 
-def _check_recipe(preset: object, bytes: object, optimizer: object, *, job: object, params: object) -> None:
-    if preset is not None and bytes is not None:
-        raise UserError("preset and bytes both say how many bytes a parameter takes", instead="one of the two")
+def _check_recipe(preset: object, bytes: object, optimizer: object, precision: object, *, job: object) -> None:
+    said = [*_given(preset=preset, bytes=bytes, precision=precision)]
+    if (job is None and len(said) > 1) or "bytes" in said[1:]:
+        raise UserError(f"{said[0]} and {said[1]} both say how many bytes a parameter takes", instead="one of the two")
     if job is not None:
         _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
+
+
+def _recipe(preset: str, bytes: str | None, optimizer: str | None, precision: Precision | None, comm: Comm) -> Recipe:
+    """Return the bytes per parameter that are asked for; of a job they are not looked at."""
+    if precision is not None:
+        return formats.sent_by(formats.engines(precision, optimizer), comm)
+    return formats.sent_by(recipes.recipe(preset, optimizer=optimizer, custom=bytes), comm)
 
 
 def _check_links(gpus_per_node: int | None, comm: Comm) -> None:
@@ -300,10 +311,11 @@ def _check_links(gpus_per_node: int | None, comm: Comm) -> None:
 
 
 def _refuse_what_jobs_alone_count(
-    precision: Precision | None, layout: Layout, comm: Comm, offload: Offload | None
+    precision: Precision | None, layout: Layout, comm: Comm, offload: Offload | None, *, early: bool
 ) -> None:
     moved = None if offload is None or offload.activations == "device" else offload.activations
-    _refuse("for jobs only", "leave it out", **{"Comm.reduce": _sums(comm), "Offload.activations": moved})
+    native = "native" if comm.reduce == "native" else None
+    _refuse("for jobs only", "leave it out", **{"Comm.reduce": native, "Offload.activations": moved})
     instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
     told = {
         f"{kind}.{name}": value
@@ -311,9 +323,8 @@ def _refuse_what_jobs_alone_count(
         for name, value in _changed(policy).items()
         if name not in OF_SHAPES[kind]
     }
-    numbers = _changed(precision) if precision else {}
-    name = "Precision.grad_dtype" if set(numbers) == {"grad_dtype"} else "precision"
-    _refuse("for jobs only", instead, **{name: numbers or None}, **told)
+    told |= {f"Precision.{name}": value for name, value in formats.uncounted(precision, early=early).items()}
+    _refuse("for jobs only", instead, **told)
 
 
 def _check_numbers(ranks: object, most: int, accumulate: object, gpus_per_node: object, comm: Comm) -> None:

@@ -13,12 +13,15 @@ from typing import NamedTuple
 
 from ..errors import UserError, nearest
 from ..events import DEVICE
-from ..resting import Formats, Master, masters
+from ..layout import Bucket
+from ..resting import SPLIT_BITS, Formats, Master, masters
 from ..stage import STAGES, Degree, Placements
 from .quantities import number, plain
 
 PADDING = "padding"
 Fractions = Mapping[str, Mapping[str, Fraction]]  # {tier: {"parameters", "gradients", "optimizer": the fraction there}}
+CODED = Fraction(132, 128)  # bytes of an element that is sent in 8 bits: codes, and a scale for each 128
+SPLIT_MASTER, WHOLE_MASTER = Fraction(SPLIT_BITS, 8), Fraction(4)
 Bytes = Fraction  # per parameter; 8-bit optimizers keep scales per block, so it need not be whole
 
 
@@ -29,6 +32,10 @@ class Recipe:
     sent: bytes of one gradient element on its way to the reduction (None: the parameters').
     cast: fraction of the parameters that, where they are sharded, are cast from masters and not kept beside them.
     in_backward: is each bucket stepped in backward? Then gradients take their bytes in passing, and rest nowhere.
+    split: do masters rest as the bits that parameters lack, wherever these rest beside them?
+    coded: are gradients sent as codes of 8 bits?
+    computed: bytes of one element as modules compute with it (None: the parameters').
+    in_8_bits, scaling: of buckets whose parameters rest in 8 bits, the recipe, and how large a tile of one scale is.
     per_tensor: bytes per parameter tensor and rank, whatever its size: step counters. Only a layout knows how many.
     """
 
@@ -41,6 +48,38 @@ class Recipe:
     says: str = ""
     cast: Fraction = Fraction()
     in_backward: bool = False
+    split: bool = False
+    coded: bool = False
+    computed: Bytes | None = None
+    in_8_bits: Recipe | None = None
+    scaling: str = "tensor"
+
+    def of(self, bucket: Bucket) -> Recipe:
+        """Return the recipe of a bucket."""
+        return self.in_8_bits if bucket.fp8 and self.in_8_bits is not None else self
+
+    def averaged(self, part: Fraction) -> Recipe:
+        """Return the mean of both recipes where this part of the parameters rests in 8 bits."""
+        other = self.in_8_bits
+        if other is None or not part:
+            return self
+
+        def mean(mine: Bytes, theirs: Bytes) -> Bytes:
+            return mine * (1 - part) + theirs * part
+
+        states = {**self.optimizer, **other.optimizer}
+        kept = {each: mean(self.optimizer.get(each, Bytes()), other.optimizer.get(each, Bytes())) for each in states}
+        parameters = mean(self.parameters, other.parameters)
+        return replace(
+            self, parameters=parameters, gradients=mean(self.gradients, other.gradients),
+            sent=mean(self.reduced, other.reduced), optimizer=MappingProxyType(kept), in_8_bits=None,
+            cast=mean(self.parameters * self.cast, other.parameters * other.cast) / parameters,
+        )  # fmt: skip
+
+    @property
+    def message(self) -> Bytes:
+        """Bytes of one gradient element on its way: of codes and their scales, or as it is reduced."""
+        return CODED if self.coded else self.reduced
 
     @property
     def kept_gradients(self) -> Bytes:
@@ -59,7 +98,7 @@ class Recipe:
     @property
     def updated(self) -> Bytes:
         """Bytes of one element of what the optimizer updates: the master, or the parameter itself."""
-        return self.optimizer.get("master", self.parameters)
+        return WHOLE_MASTER if self.split else self.optimizer.get("master", self.parameters)
 
     @property
     def saved(self) -> Bytes:
@@ -71,7 +110,11 @@ class Recipe:
         yield "parameters", self.parameters * (1 - self.cast * placements.together), placements.parameters
         yield "gradients", self.kept_gradients, placements.gradients
         for state, nbytes in self.optimizer.items():
-            yield state, nbytes, placements.optimizer
+            yield state, nbytes * (self._whole(placements) if state == "master" else 1), placements.optimizer
+
+    def _whole(self, placements: Placements) -> Fraction:
+        """Return how much larger masters are than by the recipe: split ones are whole where they rest alone."""
+        return 1 + self.split * self.cast * placements.together * (WHOLE_MASTER / SPLIT_MASTER - 1)
 
     def formula(self, placements: Placements, replicas: int = 1) -> str:
         """Write bytes per parameter and rank: `6 + 12/N`; with K replicas of N/K ranks, `6 + 12*K/N`."""
@@ -87,7 +130,7 @@ class Recipe:
             "name": self.name,
             "bytes_per_parameter": {state: plain(nbytes) for state, nbytes in states.items()},
             "total": plain(self.total),
-            "sent": plain(self.reduced),
+            "sent": plain(self.message),
             "cast": plain(self.cast),
         }
 
@@ -217,8 +260,10 @@ class Width(NamedTuple):
 def formats(recipe: Recipe) -> Formats[Width]:
     """Return the formats of a bucket's states by a recipe."""
     parameters = Width("parameters", recipe.parameters)
-    master = Width("master", recipe.optimizer["master"]) if recipe.optimizer.get("master") else parameters
-    return Formats(parameters, parameters, Width("gradients", recipe.gradients), master, bool(recipe.cast))
+    computed = parameters if recipe.computed is None else Width("computed", recipe.computed)
+    master = Width("master", recipe.updated) if recipe.optimizer.get("master") else parameters
+    gradients = Width("gradients", recipe.gradients)
+    return Formats(computed, parameters, gradients, master, bool(recipe.cast), recipe.split)
 
 
 def _where(recipe: Recipe, how: Master) -> list[tuple[str, str]]:

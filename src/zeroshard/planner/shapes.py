@@ -18,7 +18,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,22 +58,27 @@ class Shapes:
     """A model's parameters: each once, in the order of the file (of registration, from a config.json).
 
     ties: other names of a parameter, by the name that is counted. left_out: names that are no parameters, and why.
+    linear: the weights of linear layers that are no routers; None where the file does not tell.
     """
 
     source: str
     parameters: Mapping[str, Shape]
     ties: Mapping[str, str] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
+    linear: Sequence[str] | None = None
 
     @property
     def numel(self) -> int:
         return sum(map(math.prod, self.parameters.values()))
 
-    def specs(self, itemsize: int, rows: Mapping[str, str] | None = None, ep: int = 1) -> list[Spec]:
+    def specs(
+        self, itemsize: int, rows: Mapping[str, str] | None = None, ep: int = 1, fp8: Collection[str] = ()
+    ) -> list[Spec]:
         """Return specs for `layout.partition`: trainable, of one item size, in the units that the names tell.
 
         rows: {name pattern: axis} of parameters of which a rank has 1/ep of the rows, as `Layout.along`. Those that
         differ by a number alone, after the pattern's last word ("experts.7.w1.weight"), are rows of one tensor.
+        fp8: names of parameters that rest in 8 bits.
         """
         units, rows = units_of(self.parameters), rows or {}
         found: dict[str, Spec] = {}
@@ -82,12 +87,12 @@ class Shapes:
             if pattern:
                 listed = next((part for part in reversed(pattern.split(".")) if part.isidentifier()), None)
                 parts = name.split(".")
-                numbers = [at for at, part in enumerate(parts) if part.isdecimal() and parts[at - 1] == listed]
+                numbers = [at for at, part in enumerate(parts) if at and part.isdecimal() and parts[at - 1] == listed]
                 if numbers:
                     stacked = ".".join(part for at, part in enumerate(parts) if at != numbers[-1])
                     shape = (1 + (found[stacked].shape[0] if stacked in found else 0), *shape)
             kind = f"float{8 * itemsize}", itemsize, units[name], True, rows.get(pattern, "")
-            found[stacked] = Spec(stacked, shape, *kind)
+            found[stacked] = Spec(stacked, shape, *kind, fp8=name in fp8)
         for name, spec in found.items():
             if spec.axis and (not spec.shape or spec.shape[0] % ep):
                 raise UserError(
@@ -388,13 +393,14 @@ class _Family(NamedTuple):
     architecture: str  # whose parameters these are
     embedding: str  # what a tied head shares
     tied: bool  # unless the config says
+    linear: tuple[str, ...] = ("_proj.weight", "lm_head.weight")  # ends of the names of linear layers' weights
 
 
 FAMILIES = {
     "llama": _Family(_llama, "LlamaForCausalLM", "model.embed_tokens.weight", False),
     "mistral": _Family(_mistral, "MistralForCausalLM", "model.embed_tokens.weight", False),
     "qwen2": _Family(_qwen2, "Qwen2ForCausalLM", "model.embed_tokens.weight", False),
-    "gpt2": _Family(_gpt2, "GPT2LMHeadModel", "transformer.wte.weight", True),
+    "gpt2": _Family(_gpt2, "GPT2LMHeadModel", "transformer.wte.weight", True, ("lm_head.weight",)),
 }
 
 
@@ -408,7 +414,8 @@ def _config(where: Path) -> Shapes:
     named = config.table.get("architectures") or [family.architecture if family else None]
     if family is None or named != [family.architecture] or config.table.get("add_cross_attention"):
         if isinstance(kind, str) and from_transformers.installed():
-            return Shapes(str(where), *from_transformers.tensors(where, config.table))
+            found, tied, linear = from_transformers.tensors(where, config.table)
+            return Shapes(str(where), found, tied, {}, linear)
         known = FAMILIES if family is None else [family.architecture]
         raise UserError(
             "no shapes are known for this model without transformers", where=where,
@@ -420,4 +427,5 @@ def _config(where: Path) -> Shapes:
     if config.yes("tie_word_embeddings", family.tied):
         ties["lm_head.weight"] = family.embedding
         del parameters["lm_head.weight"]
-    return Shapes(str(where), parameters, ties)
+    linear = [name for name in parameters if name.endswith(family.linear)]
+    return Shapes(str(where), parameters, ties, {}, linear)

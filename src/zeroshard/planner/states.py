@@ -21,6 +21,7 @@ At = Sequence[Mapping[str, str]]  # for each bucket the tier of "parameters", "g
 Tiers = dict[str, dict[str, int]]  # {tier: {state: bytes}}
 
 STAGING = "staging"
+ZERO = Fraction()
 DEVICE_ALONE = dict.fromkeys(STATES, DEVICE)
 
 
@@ -218,7 +219,7 @@ def of_recipe(
     along: Seat = ALONE,
 ) -> Holding:
     """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients."""
-    rest_as = formats(recipe)
+    rest_as = {fp8: formats(recipe.in_8_bits if fp8 and recipe.in_8_bits else recipe) for fp8 in (False, True)}
     kept: dict[str, tuple[Fraction | int, int]] = {
         **{state: (nbytes, 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
         **{state: (nbytes, 0) for state, nbytes in recipe.per_tensor.items()},
@@ -226,10 +227,22 @@ def of_recipe(
 
     def rests(bucket: Bucket) -> Resting:
         where, accumulated = at[bucket.index] if at else DEVICE_ALONE, not recipe.in_backward
-        return resting(bucket, rest_as, placements, where, one_memory=False, accumulated=accumulated)
+        return resting(
+            bucket, rest_as[bucket.fp8], placements, where, one_memory=False, accumulated=accumulated,
+            scales=_scales(bucket, recipe.scaling),
+        )  # fmt: skip
 
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at)
+
+
+def _scales(bucket: Bucket, scaling: str) -> int:
+    """Return the bytes of the scales of a bucket's tensors."""
+    if not bucket.fp8:
+        return 0
+    from ..fp8 import grids  # loads torch, which whoever asks for 8 bits has loaded
+
+    return sum(tiles.number for tiles in grids(bucket, scaling))
 
 
 class Owned(NamedTuple):
@@ -289,7 +302,7 @@ def fullest_rank(
     cast = recipe.cast * placements.together
     stored = recipe.parameters * (1 - cast) * bool(placements.parameters)
     sums = recipe.kept_gradients * bool(placements.gradients)
-    master = recipe.optimizer.get("master", Fraction()) * bool(placements.optimizer)
+    master = sum((nbytes for state, nbytes, degree in recipe.states(placements) if degree and state == "master"), ZERO)
     kept = sum((nbytes for state, nbytes in recipe.optimizer.items() if state != "master"), Fraction())
     each = sum(recipe.per_tensor.values())
 
@@ -319,16 +332,16 @@ def recipe_traffic(
     on, back, share = 0, 0, NOTHING
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     reductions, gathers = passes(placements, accumulate=accumulate, no_sync=no_sync)
-    reduced, gathered = widths(placements, recipe, no_sync=no_sync)
     totals = [Moved(0, 0, 0), Moved(0, 0, 0)]
     for bucket in partition.buckets:
-        own = bucket.shard_numel(seats.of(bucket).position)
+        own, made = bucket.shard_numel(seats.of(bucket).position), recipe.of(bucket)
+        reduced, gathered = widths(placements, made, no_sync=no_sync)
         if bucket.trainable:
-            on += reductions * math.ceil(own * running(recipe))
-            back += reductions * math.ceil(own * recipe.gradients)
+            on += reductions * math.ceil(own * running(made))
+            back += reductions * math.ceil(own * made.gradients)
         if placements.two_levels or (bucket.trainable and placements.by_part):
             first, last = bucket.held(seats.everyone, Degree.ALL)
-            part, whole = (math.ceil(numel * recipe.parameters) for numel in (last - first, own))
+            part, whole = (math.ceil(numel * made.parameters) for numel in (last - first, own))
             times = gathers if placements.two_levels else 1
             share = Moved(*map(sum, zip(share, split(whole, part, replicas).times(times), strict=True)))
         both = (

@@ -86,11 +86,11 @@ def passes(placements: Placements, *, accumulate: int = 1, no_sync: bool = False
 def widths(placements: Placements, recipe: Recipe, *, no_sync: bool = False) -> tuple[Bytes, Bytes]:
     """Return (reduced, gathered) bytes per element.
 
-    What `no_sync` has added up travels in the dtype it was added in. Where the optimizer's state is replicated, the
-    averaged gradients are gathered in place of parameters, in that dtype too.
+    What `no_sync` has added up travels in the dtype it was added in, unless it is coded. Where the optimizer's state is
+    replicated, the averaged gradients are gathered in place of parameters, in that dtype too.
     """
-    added = max(recipe.gradients, recipe.reduced)
-    return (added if no_sync else recipe.reduced), (recipe.parameters if placements.optimizer else added)
+    reduced = recipe.gradients if no_sync and not recipe.coded else recipe.message
+    return reduced, (recipe.parameters if placements.optimizer else recipe.gradients)
 
 
 def moved(numel: int, own: int, ranks: int, nbytes: Bytes) -> tuple[Moved, Moved]:

@@ -81,9 +81,13 @@ class Sharding:
         str | None,
         unset(
             RUN,
-            "Of a job: fp32 (its own dtypes), or bf16 with fp32 masters. [dim]\\[default: fp32][/dim]",
+            "fp32 (a job's own dtypes), or bf16 with fp32 masters; of a number and of shapes in place of --preset. "
+            "[dim]\\[default: fp32][/dim]",
             "fp32|bf16|bf16-split|fp32-fp8|bf16-fp8",
         ),
+    ] = None
+    fp8: Annotated[
+        str | None, unset(RUN, 'Parameters that rest in 8 bits: "*.mlp.*.weight" (shapes, jobs).', "PATTERNS")
     ] = None
     grad_dtype: GradDtypeOfJob = None
     checkpoint: Annotated[

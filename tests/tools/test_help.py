@@ -74,7 +74,7 @@ def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
 @pytest.mark.parametrize(
     ("command", "common", "rest"),
     [
-        ("plan", "params shapes ranks stage gpu gpu-mem preset check offload", 36),
+        ("plan", "params shapes ranks stage gpu gpu-mem preset check offload", 37),
         ("train", "data stage ranks size steps out resume offload", 22),
         ("verify", "ranks stage steps accumulate precision offload full out", 12),
         ("io-bench", "params ranks stage tokens size out offload", 10),

@@ -1122,6 +1122,9 @@ def test_no_torch_in_it(tmp_path):
         ({"shapes": "/", "bounds": "modle"}, "did you mean 'model'?"),
         ({"shapes": "/", "bucket_mib": 0.0}, "--bucket-mib must be a positive number"),
         ({"shapes": "/", "align": 3}, "--align must be a power of two"),
+        ({"shapes": "/", "matrices": "*.qkv"}, "--matrices takes PATTERN=NUMBER or PATTERN=first"),
+        ({"shapes": "/", "matrices": "*.qkv=0"}, "instead: --matrices *.qkv.weight=3"),
+        ({"shapes": "docs/shapes/gpt2", "matrices": "*.wte.weight=3"}, "parameter 'transformer.wte.weight', --matrices *.wte.weight=3"),
     ],
 )  # fmt: skip
 def test_what_is_refused(given, says):

@@ -73,13 +73,22 @@ def test_options_without_a_value_are_policies_as_by_default():
 def test_an_option_is_a_field_of_its_policy():
     given = {
         "bounds": "tensor", "align": "*.w=256", "bucket_mib": 2.5, "checkpoint": True, "whole": "a,b", "experts": "*.x",
+        "matrices": "*.qkv=3,*.y=first",
         "prefetch": 3, "replicas": 2, "hosts": 1, "transport": "shared", "optimizer_over": "all", "timeout": 5.0, "overlap": True,
         "reduce": "ordered", "precision": "bf16", "grad_dtype": "bf16", "fp8": "*.w,*.v", "optimizer_in_backward": True,
     }  # fmt: skip
     assert {*given} == NAMES - {"instances"}
     assert policies(given) == {
         "precision": Precision(torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True, fp8=("*.w", "*.v")),
-        "layout": Layout("tensor", 2.5, {"*.w": 256}, recompute=True, whole=("a", "b"), along={"*.x": "edp"}),
+        "layout": Layout(
+            "tensor",
+            2.5,
+            {"*.w": 256},
+            recompute=True,
+            whole=("a", "b"),
+            along={"*.x": "edp"},
+            matrices={"*.qkv": 3, "*.y": "first"},
+        ),
         "comm": Comm(prefetch=3, replicas=2, hosts=1, transport="shared", optimizer="all", timeout=5.0),
         "optimizer_in_backward": True,
     }

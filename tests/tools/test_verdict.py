@@ -59,6 +59,13 @@ def planned(monkeypatch, capsys):
                 "layout": Layout(align=256, bucket_mib=1.0, recompute=True, whole=("*.linear1.weight",)),
             },
         ),
+        (
+            f"{JOB} --ranks 2 --matrices *.self_attn.in_proj_weight=3,*.linear?.weight=2",
+            {
+                "stage": 3,
+                "layout": Layout(matrices={"*.self_attn.in_proj_weight": 3, "*.linear?.weight": 2}),
+            },
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -48,6 +48,7 @@ def in_options(error: object, names: Iterable[str]) -> str:
     for field, name in OTHERS.items():
         text = text.replace(field, name)
     text = re.sub(r'\b(?:Layout)\((?:\w+)=\{("[^"]*"): "edp"\}\)', r"experts=\1", text)
+    text = re.sub(r"\bLayout\((align|matrices)=\{([^{}]*)\}\)", _by_pattern, text)
     text = re.sub(rf"\b(?:Layout|Comm|Offload|Precision)\.(?=(?:{named})\b)", "", text)
     text = re.sub(rf"\b(?:Layout|Comm)\(((?:{named})=[^()]*)\)", r"\1", text)
     beginning = re.match(rf"(?:(?:{named})(?:, | and )?)+(?=[\s:;]|$)", text)
@@ -55,6 +56,13 @@ def in_options(error: object, names: Iterable[str]) -> str:
     head = re.sub(rf"\b(?:{named})\b", option, text[:end])
     rest = re.sub(rf"(?<![\w./-])({named})=([^\s,;)]*)", valued, text[end:])
     return head + re.sub(rf"(?<![\w./-])(?=\w*_)(?:{named})\b(?!\.)", option, rest)
+
+
+def _by_pattern(match: re.Match[str]) -> str:
+    """Write a dict of patterns as an option takes it: `matrices=*.qkv.weight=3`."""
+    return f"{match[1]}=" + re.sub(r"""['"]([^'"]*)['"]: ['"]?(\w+)['"]?(?:, (?=.))?""", r"\1=\2,", match[2]).rstrip(
+        ","
+    )
 
 
 Precision = Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"]

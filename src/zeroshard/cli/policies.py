@@ -6,7 +6,7 @@ Imports torch only where a precision or an offload is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zeroshard.cli.config import InputError, Precision
 from zeroshard.errors import UserError, nearest
@@ -94,9 +94,18 @@ def _blocks(text: str) -> int | dict[str, int]:
     return {pattern: int(number) for pattern, _, number in parts}
 
 
+def _matrices(text: str) -> dict[str, int | Literal["first"]]:
+    """Parse --matrices: "*.qkv.weight=3,*.experts.*=first"."""
+    parts = [each.rpartition("=") for each in text.split(",")]
+    if not all(pattern and (count == "first" or count.isdecimal()) for pattern, _, count in parts):
+        raise InputError(f"--matrices takes PATTERN=NUMBER or PATTERN=first, with commas between; got {text!r}")
+    return {pattern: "first" if count == "first" else int(count) for pattern, _, count in parts}
+
+
 READ: Mapping[str, Callable[[str], Any]] = {  # options whose text is not yet the field's value
     "align": _blocks,
     "experts": lambda pattern: {pattern: "edp"},
     "fp8": lambda patterns: tuple(patterns.split(",")),
+    "matrices": _matrices,
     "whole": lambda patterns: tuple(patterns.split(",")),
 }

@@ -16,6 +16,7 @@ OPTIONS = {  # the option, as Python spells it, and (policy, field)
     "grad_dtype": ("Precision", "grad_dtype"),
     "hosts": ("Comm", "hosts"),
     "instances": ("Comm", "replicas"),
+    "matrices": ("Layout", "matrices"),
     "optimizer_over": ("Comm", "optimizer"),
     "overlap": ("Comm", "overlap"),
     "prefetch": ("Comm", "prefetch"),
@@ -31,6 +32,7 @@ VALUES = {
     "checkpoint": "True",
     "experts": '{"*.experts.*": "edp"}',
     "fp8": "True",
+    "matrices": '{"*.qkv.weight": 3}',
     "optimizer_over": '"all"',
     "whole": '["*.weight"]',
 }
@@ -40,7 +42,7 @@ OTHERS |= {"Offload.parameters": "offload", "Offload.activations": "--offload-ac
 OTHERS |= {"Comm(optimizer=": "Comm(optimizer_over="}
 # Fields that a plan of shapes or of a number counts, or that change no byte; a job's plan counts all.
 OF_SHAPES = {
-    "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "buffers"),
+    "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "matrices", "buffers"),
     "Comm": ("prefetch", "overlap", "replicas", "hosts", "transport", "optimizer", "timeout", "reduce"),
 }
 

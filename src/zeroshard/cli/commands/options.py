@@ -114,6 +114,12 @@ Spread = Annotated[
     OptimizerOver,
     option(RUN, "Which ranks share its states and masters: each replica's, or all replicas'. The same bits."),
 ]
+Stacked = Annotated[
+    str | None,
+    unset(
+        RUN, 'Matrices that a parameter stacks: "*.qkv.weight=3,*.experts.*=first" (shapes, jobs).', "PATTERN=N|first"
+    ),
+]
 Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
 Bits = Annotated[
     Precision,

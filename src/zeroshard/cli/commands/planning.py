@@ -21,6 +21,7 @@ from zeroshard.cli.commands.options import (
     Over,
     Replicas,
     Spread,
+    Stacked,
     Stage,
     Sums,
     Tiers,
@@ -145,6 +146,7 @@ class Sharding:
         str | None,
         unset(RUN, 'Parameters that are never cut: "*.attn.*.weight,*.mlp.*.weight" (shapes, jobs).', "PATTERNS"),
     ] = None
+    matrices: Stacked = None
     instances: Annotated[int | None, unset(RUN, "An older name of --replicas.", None, "--instances", hidden=True)] = (
         None
     )
@@ -214,6 +216,7 @@ class Simulated:
         str | None, unset(RUN, 'Parameters that are divided among --ep ranks: "*.experts.*".', "PATTERN")
     ] = None
     ep: Annotated[int | None, unset(RUN, "Ranks that divide --experts; the job's model has one rank's part.")] = None
+    matrices: Stacked = None
     reduce: Annotated[
         str,
         option(

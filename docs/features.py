@@ -265,6 +265,7 @@ FEATURES = {
     "tensors that are never cut": Feature(
         r"\bWHOLE\b|bucket\.whole|\.whole\b|\bblock_of|layout\.blocks|\.blocks\b|grain|owners\(|_block\(|together\(|key\.block"
         r"|bucket\.block|slot\.block",
+        ("owners.py",),
         unless=r"as_a_whole|exchange\.whole|accumulator\.blocks|saved\.whole|self\.whole|seat\.whole|blocks\.owner|placements\.together"
         r"|_together\(group",
         homonyms=(

@@ -16,8 +16,8 @@ FEATURES = ": features"
 # The core, in the order in which to read it: a file imports only what stands above it.
 ORDER = (
     "errors.py", "features.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
-    "layout.py", "matrices.py", "headroom.py", "flow.py", "nvrtc.py", "device.py", "resting.py", "twins.py",
-    "numerics.py", "bins.py",
+    "owners.py", "layout.py", "matrices.py", "headroom.py", "flow.py", "nvrtc.py", "device.py", "resting.py",
+    "twins.py", "numerics.py", "bins.py",
     "fp8.py", "int8.py", "halves.py", "hashing.py",
     "digests.py", "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
     "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",

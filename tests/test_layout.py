@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroshard import Error, Layout, layout
-from zeroshard.layout import WHOLE, Bucket, Partition, Slot, Spec, owners, partition, slot_at, work
+from zeroshard.layout import UNIT_MIB, WHOLE, Bucket, Partition, Slot, Spec, partition, slot_at
+from zeroshard.owners import owners, work
 from zeroshard.planner.balance import balance
 
 ITEM_BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.int64": 8}
@@ -280,10 +281,10 @@ GPT2, SEVEN_B = (12, 768, 50257, 1024), (32, 4096, 32000)
 @pytest.mark.parametrize(
     ("model", "ranks", "elements", "work_share", "fewest"),
     [
-        (GPT2, 8, 1.00, 1.00, 1),
-        (SEVEN_B, 64, 1.16, 1.17, 1),
-        (SEVEN_B, 128, 1.33, 1.33, 1),
-        (SEVEN_B, 1024, 10.47, 10.67, 8),
+        (GPT2, 8, 1.00, 1.02, 1),
+        (SEVEN_B, 64, 1.16, 1.14, 1),
+        (SEVEN_B, 128, 1.33, 1.29, 1),
+        (SEVEN_B, 1024, 10.47, 10.29, 8),
     ],
     ids=["gpt2-8", "7B-64", "7B-128", "7B-1024"],
 )
@@ -296,11 +297,30 @@ def test_owners_of_whole_matrices_are_balanced(model, ranks, elements, work_shar
 
 
 def test_of_one_work_the_longest_goes_to_whom_has_least():
-    """Work is elements times the shorter side; of equals the first rank; ranks beyond the tensors own none."""
+    """Work is multiplications: s*s*(2*l + s) of sides s <= l; of equals the first rank; ranks beyond own none."""
     shapes = {"a": (8, 8), "b": (16, 4), "c": (4, 64), "d": (100,), "e": (2, 2, 3), "f": (), "g": (0, 3)}
-    assert [work(shape) for shape in shapes.values()] == [512, 256, 1024, 100, 24, 1, 0]
-    assert owners(shapes, 3) == {"c": 0, "a": 1, "b": 2, "d": 2, "e": 2, "f": 2, "g": 2}
-    assert set(owners(shapes, 9).values()) == set(range(7))
+    assert [work(shape) for shape in shapes.values()] == [1536, 576, 2112, 100, 56, 1, 0]
+    loads = {(name, 0): (work(shape), math.prod(shape)) for name, shape in shapes.items()}
+    assert owners(loads, 3) == {("c", 0): 0, ("a", 0): 1, **{(name, 0): 2 for name in "bdefg"}}
+    assert set(owners(loads, 9).values()) == set(range(7))
+
+
+@pytest.mark.parametrize(("ranks", "elements", "work_share"), [(4, 1.0, 1.0), (8, 1.0, 1.0), (16, 1.0, 1.07)])
+def test_stacked_matrices_have_owners_as_matrices_of_their_own(ranks, elements, work_share):
+    """Query, key and value of GPT-2's 12 blocks: dealt one by one, in their order, with the whole matrices beside them.
+    Cut evenly they were 1.06, 1.30 and 1.83 of the mean elements, 1.10, 1.53 and 2.40 of the work, and at 16 ranks
+    padding of 92 million elements."""
+    model = decoder(*GPT2)
+    for at, spec in enumerate(model):
+        if spec.name.endswith("attn.weight"):
+            model[at] = spec._replace(shape=(3 * 768, 768), matrix=(768, 768), block=768 * 768)
+    made = partition(model, Layout(bucket_mib=UNIT_MIB), ranks)
+    found = balance(made)
+    assert (round(found.elements, 2), round(found.work, 2)) == (elements, work_share)
+    assert (found.tensors, found.idle) == (12 * 6, 0)
+    for layer in range(12):
+        bucket, _ = made.find(f"h.{layer}.attn.weight")
+        assert all(cut % (768 * 768) == 0 for cut in bucket.bounds) and not bucket.padding
 
 
 @given(specs(), LAYOUTS, RANKS, st.lists(st.sampled_from([1, WHOLE, 96, 256, 300]), min_size=12, max_size=12))
@@ -315,6 +335,35 @@ def test_no_cut_parts_what_belongs_together(given_specs, policy, ranks, blocks):
         assert all(cut % spec.block == 0 and cut % policy.align == 0 for cut in cuts)
         assert sum(bucket.fragment(slot, rank).numel for rank in range(ranks)) == slot.numel
     assert sorted(slot.name for bucket in made.buckets for slot in bucket.slots) == sorted(s.name for s in given_specs)
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 9), st.booleans()), min_size=1, max_size=8), RANKS)
+def test_no_cut_parts_a_matrix(stacks, ranks):
+    """Of stacks, and of others cut between blocks of the same size: each rank has whole matrices. What a rank has more
+    to do than another is at most one of them."""
+    works, most = [0] * ranks, 0
+    given_specs = [
+        Spec(
+            str(at),
+            (count * 8 * scale, 16),
+            "fp32",
+            4,
+            at % 3,
+            True,
+            block=128 * scale,
+            matrix=(8 * scale, 16) * stacked,
+        )
+        for at, (count, scale, stacked) in enumerate(stacks)
+    ]
+    made = partition(given_specs, Layout(bucket_mib=0.01), ranks)
+    for spec in given_specs:
+        bucket, slot = made.find(spec.name)
+        numels = [bucket.fragment(slot, rank).numel for rank in range(ranks)]
+        assert sum(numels) == spec.numel and all(numel % spec.block == 0 for numel in numels)
+        if spec.matrix or bucket.whole:
+            each = work(spec.matrix or spec.shape)
+            works, most = [w + each * n // spec.block for w, n in zip(works, numels, strict=True)], max(most, each)
+    assert max(works) - min(works) <= most
 
 
 # ----------------------------------------------------------------------------------------------------- it checks itself
@@ -399,11 +448,11 @@ def test_an_unknown_parameter_gets_the_nearest_name():
 
 def test_the_layout_imports_neither_torch_nor_anything_distributed():
     """Pure arithmetic: beside the standard library it imports what is as pure, and everything in it is frozen."""
-    tree = ast.parse(Path(layout.__file__).read_text())
+    texts = (Path(layout.__file__).with_name(f"{name}.py").read_text() for name in ("layout", "owners"))
+    tree = ast.parse("\n".join(text.replace("from __future__ import annotations", "") for text in texts))
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert modules <= {
-        "__future__",
         "math",
         "bisect",
         "collections.abc",
@@ -414,6 +463,7 @@ def test_the_layout_imports_neither_torch_nor_anything_distributed():
         "typing",
         "errors",
         "fields",
+        "owners",
         "stage",
         "strips",
         "sys",

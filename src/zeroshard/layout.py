@@ -10,13 +10,13 @@ planner, a checkpoint and the engine can all ask the very same object.
 
 No cut falls inside a *block* (`align` elements counted from a slot's start): vector kernels and norms then
 work on the same runs of elements however many ranks there are, and give the same bits. A parameter may ask for larger
-blocks, or for no cut at all: then it is *whole*, in a bucket of such parameters, and a rank with least work owns it.
+blocks, or for no cut at all: then it is *whole*, in a bucket of such parameters, and a rank with least work owns it. Of
+a stack of matrices each has such an owner.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import heapq
 import itertools
 import math
 import sys
@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 
 from .errors import UserError, nearest
 from .fields import FLAG, Field, check_fields, number, one_of
+from .owners import Piece, owners, work
 from .stage import Degree, Seat
 from .strips import Elements
 
@@ -416,16 +417,18 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, on_axis: int = 
     on_axis: the ranks of a team along an axis, of the parameters that have one.
     """
     specs = list(specs)
-    owner: dict[str, int] = {}  # of those that are never cut
+    owner: dict[Piece, int] = {}
     for other, trainable in itertools.product((False, True), repeat=2):
-        alike = [s for s in specs if not _block(s, layout) and (bool(s.axis), s.trainable) == (other, trainable)]
-        owner |= owners({spec.name: spec.shape for spec in alike}, on_axis if other else ranks)
-    packed = [_pack(key, run, layout.base, owner) for key, run in _runs(specs, layout)]
+        alike = [spec for spec in specs if (bool(spec.axis), spec.trainable) == (other, trainable)]
+        pieces = {piece: load for spec in alike for piece, load in _pieces(spec, layout).items()}
+        owner |= owners(pieces, on_axis if other else ranks)
+    packed = [_pack(key, run, layout, owner) for key, run in _runs(specs, layout)]
     even = {"unit": _even_bounds, "model": _model_bounds, "tensor": _tensor_bounds}[layout.bounds]
     bounds: dict[int, tuple[int, ...]] = {}
-    for other, block in dict.fromkeys((bool(p.key.axis), p.key.block) for p in packed):
-        members = [i for i, p in enumerate(packed) if (bool(p.key.axis), p.key.block) == (other, block)]
-        cut = _owned_bounds if block == WHOLE else even
+    kinds = [(bool(p.key.axis), p.key.block, bool(p.owners)) for p in packed]
+    for other, block, owned in dict.fromkeys(kinds):
+        members = [i for i, kind in enumerate(kinds) if kind == (other, block, owned)]
+        cut = (_owned_bounds if block == WHOLE else _dealt_bounds) if owned else even
         cuts = cut([packed[i] for i in members], block, on_axis if other else ranks)
         bounds |= zip(members, cuts, strict=True)
     return Partition(
@@ -438,28 +441,21 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, on_axis: int = 
     )
 
 
-def owners(shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[str, int]:
-    """Assign tensors that are never cut to ranks: the longest work first, each to a rank with least work so far."""
-    least = [(0, 0, rank) for rank in range(ranks)]  # (work, elements, rank), as a heap
-    found = {}
-    for name in sorted(shapes, key=lambda name: -work(shapes[name])):
-        done, held, rank = least[0]
-        heapq.heapreplace(least, (done + work(shapes[name]), held + math.prod(shapes[name]), rank))
-        found[name] = rank
-    return found
-
-
-def work(shape: tuple[int, ...]) -> int:
-    """Estimate what a matrix costs an optimizer, relatively: its elements times its shorter side; of a vector, its
-    elements."""
-    numel = math.prod(shape)
-    return numel * min(shape[0], numel // shape[0]) if len(shape) > 1 and numel else numel
+def _pieces(spec: Spec, layout: Layout) -> dict[Piece, tuple[int, int]]:
+    """Return the (work, elements) of what has an owner each: of a whole parameter, or of each run of its matrices that
+    no cut parts; {} if it is cut otherwise."""
+    block, together = _block(spec, layout), spec.matrix or spec.shape
+    if block != WHOLE and (not spec.matrix or layout.bounds == "tensor"):
+        return {}
+    size, matrix = block or max(spec.numel, 1), max(math.prod(together), 1)
+    runs = [min(size, spec.numel - start) for start in range(0, spec.numel, size)] or [0]
+    return {(spec.name, at): (work(together) * (numel // matrix), numel) for at, numel in enumerate(runs)}
 
 
 class _Packed(NamedTuple):
     key: BucketKey
     slots: tuple[Slot, ...]
-    owners: tuple[int, ...]  # of slots that are never cut
+    owners: tuple[int, ...]  # of slots that are never cut; of a stack's runs, in order
     numel: int
 
 
@@ -474,30 +470,31 @@ def _block(spec: Spec, layout: Layout) -> int:
 def _runs(specs: Iterable[Spec], layout: Layout) -> list[tuple[BucketKey, list[Spec]]]:
     """Group parameters that share a bucket: those of one `BucketKey`, in order, up to the size limit."""
     limit = (layout.bucket_mib or BUCKET_MIB) * 2**20
-    open_runs: dict[BucketKey, tuple[list[Spec], float]] = {}
+    open_runs: dict[tuple[BucketKey, bool], tuple[list[Spec], float]] = {}
     runs: list[tuple[BucketKey, list[Spec]]] = []
     for spec in specs:
         block = _block(spec, layout)
         key = BucketKey(spec.unit, spec.dtype, spec.itemsize, spec.trainable, spec.axis, spec.kept, block, spec.fp8)
         nbytes = spec.numel * spec.itemsize
-        run, filled = open_runs.get(key, ([], math.inf))
+        run, filled = open_runs.get(alike := (key, bool(_pieces(spec, layout))), ([], math.inf))
         if filled + nbytes > limit:
             run, filled = [], 0.0
             runs.append((key, run))
         run.append(spec)
-        open_runs[key] = (run, filled + nbytes)
+        open_runs[alike] = (run, filled + nbytes)
     return sorted(runs, key=lambda pair: pair[0].unit)
 
 
-def _pack(key: BucketKey, run: list[Spec], align: int, owner: Mapping[str, int]) -> _Packed:
+def _pack(key: BucketKey, run: list[Spec], layout: Layout, owner: Mapping[Piece, int]) -> _Packed:
     slots: list[Slot] = []
     end = 0
     if key.whole:  # by owner, so that shards are contiguous
-        run = sorted(run, key=lambda spec: owner[spec.name])
+        run = sorted(run, key=lambda spec: owner[spec.name, 0])
     for spec in run:
         slots.append(Slot(spec.name, spec.shape, end, spec.numel, spec.cut, spec.matrix))
-        end += _round_up(spec.numel, key.block or align)
-    return _Packed(key, tuple(slots), tuple(owner.get(spec.name, 0) for spec in run), end)
+        end += _round_up(spec.numel, key.block or layout.base)
+    # A stack's runs stay in order, so their owners are sorted instead: of equal runs each rank gets as many as dealt.
+    return _Packed(key, tuple(slots), tuple(sorted(owner[each] for s in run for each in _pieces(s, layout))), end)
 
 
 def _owned_bounds(packed: list[_Packed], _block: int, ranks: int) -> list[tuple[int, ...]]:
@@ -511,6 +508,11 @@ def _owned_bounds(packed: list[_Packed], _block: int, ranks: int) -> list[tuple[
         )
         for p in packed
     ]
+
+
+def _dealt_bounds(packed: list[_Packed], block: int, ranks: int) -> list[tuple[int, ...]]:
+    """Cut stacks of matrices where the owner of the next run of `block` elements is another."""
+    return [tuple(block * bisect_left(p.owners, rank) for rank in range(ranks + 1)) for p in packed]
 
 
 def _even_bounds(packed: list[_Packed], align: int, ranks: int) -> list[tuple[int, ...]]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from typing import NamedTuple
 
-from ..layout import Partition, work
+from ..layout import Partition
+from ..owners import work
 from . import states
 
 
 class Balance(NamedTuple):
     """The balance of tensors that are never cut over a team of ranks.
 
-    tensors: how many are never cut. idle: ranks that own none of them. elements: parameters that the fullest rank owns,
-    over the mean. work: multiplications of the busiest rank's optimizer for these tensors, over the mean. replicas: the
-    fewest with which no rank is idle.
+    tensors: how many are never cut; of a stack of matrices each. idle: ranks that own none of them. elements:
+    parameters that the fullest rank owns, over the mean. work: multiplications of the busiest rank's optimizer for
+    these tensors, over the mean. replicas: the fewest with which no rank is idle.
     """
 
     tensors: int
@@ -40,10 +43,11 @@ class Balance(NamedTuple):
 def balance(partition: Partition, replicas: int = 1) -> Balance | None:
     """Measure the balance of a team, without experts; None if every tensor may be cut. replicas: how many teams."""
     works, tensors = [0] * partition.ranks, 0
-    for bucket in (bucket for bucket in partition.buckets if bucket.whole and not bucket.axis):
-        for slot in (slot for slot in bucket.slots if slot.numel):
-            works[next(r for r in range(partition.ranks) if bucket.fragment(slot, r).numel)] += work(slot.shape)
-            tensors += 1
+    for bucket in (bucket for bucket in partition.buckets if not bucket.axis):
+        for slot in (slot for slot in bucket.slots if slot.numel and (bucket.whole or slot.matrix)):
+            for start in range(slot.start, slot.stop, math.prod(slot.together)):
+                works[bisect_right(bucket.bounds, start) - 1] += work(slot.together)
+                tensors += 1
     if not tensors:
         return None
     held = [each.numel for each in states.owned(partition)]

@@ -25,9 +25,9 @@ TIERS = (DEVICE, HOST, NVME)
 TARGET = Path(__file__).parents[1] / "web" / "fixtures"
 SEED, CASES, OFFLOADED = 8, 300, 120
 PRESETS_ON_THE_PAGE = (
-    {"params": 7_000_000_000, "ranks": 8, "gpu_mem": "80GiB"},
-    {"params": 7_500_000_000, "ranks": 64, "gpu_mem": "32GiB"},
-    {"params": 1_342_382_080, "ranks": 4, "gpu_mem": "16GB"},
+    {"params": 7_000_000_000, "preset": "paper", "ranks": 8, "gpu_mem": "80GiB"},
+    {"params": 7_500_000_000, "preset": "paper", "ranks": 64, "gpu_mem": "32GiB"},
+    {"params": 1_342_382_080, "preset": "paper", "ranks": 4, "gpu_mem": "16GB"},
 )
 CUSTOM = ("parameters=2,gradients=2,master=4,m=4,v=4", "parameters=2,gradients=4,master=4,momentum=4",
           "parameters=1,gradients=2,master=4,m=1/2,v=1/2", "parameters=4,gradients=4")  # fmt: skip
@@ -45,6 +45,8 @@ def questions() -> list[dict[str, Any]]:
             question["bytes"] = draw.choice(CUSTOM)
         elif kind < 0.85:
             question["preset"] = draw.choice(list(recipes.PRESETS))
+        else:
+            question["preset"] = "paper"
         if "bytes" not in question and draw.random() < 0.5:
             question["optimizer"] = draw.choice(list(recipes.OPTIMIZERS))
         if draw.random() < 0.4:

@@ -492,7 +492,7 @@ def test_weights_with_several_gradients_in_a_backward(ranks, stage, reentrant):
 # --- the parts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [*range(1, 13), 64, 1000])
+@pytest.mark.parametrize("world", [*range(1, 9), *(pytest.param(n, marks=pytest.mark.full) for n in (12, 64, 1000))])
 def test_who_computes_what(world):
     """Every micro-batch that travels is computed by another rank, and by a third one in the second turn."""
     for number in range(20):

@@ -670,7 +670,7 @@ def test_the_calculator_answers_as_the_planner(opened):
         words = {
             "p": asked["params"],
             "n": asked["ranks"],
-            "recipe": asked.get("preset", "paper"),
+            "recipe": asked["preset"],
             "optimizer": asked.get("optimizer", ""),
             "a": asked.get("accumulate", 1),
             "stage": 3,

@@ -114,7 +114,7 @@ def test_a_number_of_parameters_over_all_replicas():
     """Padding and all on every rank, and the largest model that fits is the largest."""
     place = placements(3, spread=True)
     found = zeroshard.plan(
-        params=1001, ranks=12, comm=Comm(replicas=3, optimizer="all"), stage=3, gpu_mem="1KB"
+        params=1001, preset="paper", ranks=12, comm=Comm(replicas=3, optimizer="all"), stage=3, gpu_mem="1KB"
     ).stages[0]
     assert found.total == 2 * 251 + (2 + 12) * 84  # ceil(1001/4) of parameters; of the others a third of that, up
     assert closed.total(found.largest, 4, place, PAPER, 3) <= 1000 < closed.total(found.largest + 1, 4, place, PAPER, 3)
@@ -144,7 +144,7 @@ def test_the_slow_link_of_an_optimizer_over_all(over, backwards, between):
 
 def test_a_node_of_several_replicas_shares_over_its_cards():
     """A ring over 8 replicas, 4 of which are in a node: two cross. Averages of parts go to four of them."""
-    settings = {"params": 64 * 10**6, "ranks": 64, "stage": 1, "gpus_per_node": 32}
+    settings = {"params": 64 * 10**6, "preset": "paper", "ranks": 64, "stage": 1, "gpus_per_node": 32}
     team, spread = (
         zeroshard.plan(**settings, comm=Comm(replicas=8, optimizer=over)).stages[0].links for over in ("team", "all")
     )  # fmt: skip
@@ -175,12 +175,14 @@ def test_no_tensor_is_cut_between_replicas(tmp_path):
 
 def test_stage_0_is_left_out_and_one_replica_is_all_ranks():
     two, one, team = (
-        zeroshard.plan(params=1000, ranks=4, comm=comm)
+        zeroshard.plan(params=1000, preset="paper", ranks=4, comm=comm)
         for comm in (Comm(replicas=2, optimizer="all"), Comm(replicas=1, optimizer="all"), Comm(replicas=1))
     )
     assert [stage.stage for stage in two.stages] == [1, 2, 3]
-    assert one == team == zeroshard.plan(params=1000, ranks=4, comm=Comm(hosts=1))
-    assert [stage.stage for stage in zeroshard.plan(params=1000, ranks=4, comm=Comm(hosts=2)).stages] == [0, 1, 2, 3]
+    assert one == team == zeroshard.plan(params=1000, preset="paper", ranks=4, comm=Comm(hosts=1))
+    assert [
+        stage.stage for stage in zeroshard.plan(params=1000, preset="paper", ranks=4, comm=Comm(hosts=2)).stages
+    ] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def planned(where, path, **settings):
 @pytest.mark.parametrize("where", [*EACH, *MIXED], ids=str)
 def test_a_plan_of_tiers_is_the_plan_shared_out(where, tmp_path):
     """No byte is lost between tiers; peaks and savings are the device's; buffers and copies come on top."""
-    plain, found = zeroshard.plan(params=1e9, ranks=4), planned(where, tmp_path)
+    plain, found = zeroshard.plan(params=1e9, preset="paper", ranks=4), planned(where, tmp_path, preset="paper")
     parts = {kind: found.offload.tiers(kind) for kind in STATES}
     for before, stage in zip(plain.stages, found.stages, strict=True):
         assert {state: n for state, n in stage.states.items() if state != "staging"} == before.states
@@ -126,7 +126,7 @@ def test_what_a_plan_refuses(tmp_path):
         ({"offload": Offload(optimizer="nvme", path=tmp_path), "disk": tmp_path / "no"}, "cannot be read"),
     ):
         with pytest.raises(zeroshard.Error, match=says):
-            zeroshard.plan(params=1e6, **settings)
+            zeroshard.plan(params=1e6, preset="paper", **settings)
 
 
 def test_a_disk_says_how_long_a_steps_files_take(tmp_path):

@@ -143,7 +143,7 @@ def test_the_largest_that_fits_is_the_largest(limit, ranks, stage):
 )
 def test_passes(accumulate, no_sync, passes):
     """A+1, or 2 under no_sync; 3A, or 2A+1."""
-    plan = zeroshard.plan(params=260, ranks=2, accumulate=accumulate, no_sync=no_sync)
+    plan = zeroshard.plan(params=260, preset="paper", ranks=2, accumulate=accumulate, no_sync=no_sync)
     assert [stage.traffic.passes for stage in plan.stages] == passes
     assert [stage.traffic.total for stage in plan.stages] == [(520 * n, 260 * n, 520 * n) for n in passes]
 
@@ -179,7 +179,7 @@ def test_replicas_move_the_bytes_to_another_place(ranks, data):
 
 
 def test_the_slow_link_both_ways():
-    found = zeroshard.plan(params=8000, ranks=8, comm=Comm(replicas=4)).replicas
+    found = zeroshard.plan(params=8000, preset="paper", ranks=8, comm=Comm(replicas=4)).replicas
     assert (found.reduce_between, found.gather_inside, found.optimizer) == (6000, 4000, 6)
     assert (found.saved_per_rank, found.saved_per_node) == (Fraction(4, 7), Fraction(1, 7))
 
@@ -194,7 +194,7 @@ def test_one_answer_about_the_slow_link(copies, node, sent, with_one, gloo):
 
     Sums are handed on in fp32 and averages come back in bf16: (K-1)/K * 6 bytes per element of the shard.
     """
-    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=node)
+    plan = zeroshard.plan(params=8e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=node)
     link = plan.stages[0].slow_link
     sent_gloo = {(4, 4): 10e9, (8, 2): 26e9, (1, 2): gloo}.get((copies, node), sent)  # averages go back in a tree
     assert link == (node or 8 // copies, sent, with_one, sent_gloo, gloo)
@@ -207,7 +207,7 @@ def test_one_answer_about_the_slow_link(copies, node, sent, with_one, gloo):
 
 def test_one_replica_saves_nothing():
     """Whatever a link is assumed to be; without nodes there is no link between them to ask about."""
-    plan = zeroshard.plan(params=8e9, ranks=8, stage=1, comm=Comm(replicas=1))
+    plan = zeroshard.plan(params=8e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=1))
     assert (plan.replicas.saved_per_rank, plan.replicas.saved_per_node, plan.stages[0].slow_link) == (0, 0, None)
     assert not any(key.startswith("saved") for key in plan.json()["replicas"])
 
@@ -216,7 +216,7 @@ def test_replicas_may_be_called_instances():
     """The older name, on the command line; not both."""
     assert "two names of one thing" in run("--params", "8B", "--ranks", 8, "--instances", 4, "--replicas", 4).stderr
     shown = [
-        run(*["--params", "8B", "--ranks", "8", "--stage", "1"], option, 4).stdout
+        run(*["--params", "8B", "--preset", "paper", "--ranks", "8", "--stage", "1"], option, 4).stdout
         for option in ("--replicas", "--instances")
     ]
     assert shown[0] == shown[1]
@@ -227,7 +227,9 @@ def test_replicas_change_what_is_reduced_gathered_and_on_each_link():
     """10^9 bf16 parameters on 8 ranks in nodes of 2: as many elements are sent in all, the running sums of them in fp32."""
     found = {}
     for copies in (1, 2, 4, 8):
-        stage = zeroshard.plan(params=1e9, ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=2).stages[0]
+        stage = zeroshard.plan(
+            params=1e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=2
+        ).stages[0]
         moved = stage.traffic
         found[copies] = (moved.reduce.sent, moved.gather.sent, moved.relay.sent, *stage.links)
         elements = traffic.replicas(10**9, 8, copies, PAPER)
@@ -240,7 +242,9 @@ def test_replicas_change_what_is_reduced_gathered_and_on_each_link():
         1: (1.75e9, 1.75e9, 0, 2e9, 2.375e9), 2: (1.5e9, 1.5e9, 0.75e9, 2e9, 2.5e9),
         4: (1e9, 1e9, 2.25e9, 2e9, 2.25e9), 8: (0, 0, 5.25e9, 3e9, 2.25e9),
     }  # fmt: skip
-    assert zeroshard.plan(params=1e9, ranks=8, stage=1, comm=Comm(replicas=4), gpus_per_node=8).stages[0].links == (
+    assert zeroshard.plan(params=1e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=4), gpus_per_node=8).stages[
+        0
+    ].links == (
         4.25e9,
         0,
     )
@@ -305,7 +309,7 @@ def test_what_a_refused_budget_suggests_is_none_refused(text):
 )  # fmt: skip
 def test_a_count_is_a_positive_whole_number(text, nearest):
     with pytest.raises(UserError, match=f"params: a positive whole number is wanted(.|\n)*{nearest}") as caught:
-        zeroshard.plan(params=text)
+        zeroshard.plan(params=text, preset="paper")
     assert repr(text) in str(caught.value)
     with pytest.raises(UserError, match="tokens: a positive"):
         quantities.count(text, "tokens")
@@ -318,17 +322,17 @@ def test_a_count_is_a_positive_whole_number(text, nearest):
 )  # fmt: skip
 def test_counts(text, count):
     """As people write them; K, M, B and T are powers of a thousand."""
-    assert quantities.count(text) == count == zeroshard.plan(params=text).parameters
+    assert quantities.count(text) == count == zeroshard.plan(params=text, preset="paper").parameters
 
 
 @pytest.mark.row(58)
 def test_what_fits_and_what_would():
     """7B on 8 ranks: 24 GiB hold stage 3 only; of stage 1 alone, stage 3 is the nearest change."""
-    plan = zeroshard.plan(params="7e9", ranks=8, gpu_mem="24GiB")
+    plan = zeroshard.plan(params="7e9", preset="paper", ranks=8, gpu_mem="24GiB")
     assert [stage.fits for stage in plan.stages] == [False, False, False, True]
     assert [stage.largest for stage in plan.stages] == [1_610_612_736, 4_685_418_867, 6_871_947_672, 12_884_901_888]
     assert plan.advice == ()
-    plan = zeroshard.plan(params="7e9", ranks=8, gpu_mem="24GiB", stage=1)
+    plan = zeroshard.plan(params="7e9", preset="paper", ranks=8, gpu_mem="24GiB", stage=1)
     assert plan.advice == (("stage 2", 26_250_000_000, False), ("stage 3", 14 * GB, True))
 
 
@@ -345,12 +349,12 @@ def test_advice_in_its_order():
     assert tight[-1] == ("stage 3 and bf16 gradients and 128 ranks", 765_625_000, True)
     assert not any(change.fits for change in tight[:-1])
     assert zeroshard.plan(**settings, stage=3, gpu_mem="20KB").advice == (("bf16 gradients", 12_250_000_000, False),)
-    assert zeroshard.plan(params="7e9", stage=3, gpu_mem="20KB").advice == ()
+    assert zeroshard.plan(params="7e9", preset="paper", stage=3, gpu_mem="20KB").advice == ()
 
 
 @given(ranks=st.integers(1, 200), gib=st.integers(1, 200), stage=st.sampled_from([0, 1, 2, 3]))
 def test_advised_ranks_are_the_smallest_power_of_two(ranks, gib, stage):
-    plan = zeroshard.plan(params="13e9", ranks=ranks, gpu_mem=f"{gib}GiB", stage=stage)
+    plan = zeroshard.plan(params="13e9", preset="paper", ranks=ranks, gpu_mem=f"{gib}GiB", stage=stage)
     for change in plan.advice:
         found = re.fullmatch(r"(\d+) ranks", change.what)
         if found:
@@ -840,7 +844,9 @@ def test_a_number_rests_where_shapes_do(tmp_path, preset, tiers):
     path = write(tmp_path / "m.json", {"a": [1024, 1024], "b": [1024, 1024]})
     asked = {"ranks": 4, "preset": preset, "offload": Offload(**tiers)}
     for of_number, of_shapes in zip(
-        zeroshard.plan(params=2 << 20, **asked).stages, zeroshard.plan(shapes=path, **asked).stages, strict=True
+        zeroshard.plan(params=2 << 20, **asked).stages,
+        zeroshard.plan(shapes=path, **asked).stages,
+        strict=True,
     ):
         for held in of_shapes.tiers.values():
             held.pop("step", None)  # a counter of each tensor
@@ -1019,7 +1025,8 @@ run = partial(ranks.command, "plan", COLUMNS="90", TERM="dumb")
 
 
 def test_the_command():
-    done = run("--params", "7e9", "--ranks", 8, "--gpu-mem", "80GiB")
+    assert "recipe zeroshard: 2 parameters + 4 gradients" in run("--params", "7e9").stdout
+    done = run("--params", "7e9", "--preset", "paper", "--ranks", 8, "--gpu-mem", "80GiB")
     assert (done.returncode, done.stderr) == (0, "")
     assert "paper: 2 parameters + 2 gradients + 4 master + 4 m + 4 v = 16 bytes per parameter" in done.stdout
     for cell in ("112.00  104.31", "38.50   35.86", "26.25   24.45", "14.00   13.04"):
@@ -1037,8 +1044,11 @@ def integers(value):
 
 def test_bytes_are_shown_to_the_last_digit_on_demand():
     """Also where the terminal is narrower than the table."""
-    assert f"{123456789012345678 * 16:,}" not in run("--params", "123456789012345678", "--ranks", 7).stdout
-    done = run("--params", "123456789012345678", "--ranks", 7, "--exact")
+    assert (
+        f"{123456789012345678 * 16:,}"
+        not in run("--params", "123456789012345678", "--preset", "paper", "--ranks", 7).stdout
+    )
+    done = run("--params", "123456789012345678", "--preset", "paper", "--ranks", 7, "--exact")
     assert f"{123456789012345678 * 16:,}" in done.stdout
     assert "\u2026" not in done.stdout
 
@@ -1184,7 +1194,7 @@ def test_the_page_shows_what_the_commands_print():
 
 def test_peaks_of_equal_units():
     """7 B parameters in 32 blocks on 8 ranks: stage 3 adds two gathered blocks and the messages of three reductions."""
-    assert zeroshard.plan(params=7e9, ranks=8).stages[3].peak is None
+    assert zeroshard.plan(params=7e9, preset="paper", ranks=8).stages[3].peak is None
     found = zeroshard.plan(params=7e9, ranks=8, units=32, stage=3, preset="zeroshard").stages[0]
     block, message = 7_000_000_000 // 32 * 2, 24 * 2**20
     forward = next(i for i in found.instants if i.name == "forward of units.3")
@@ -1202,13 +1212,19 @@ def test_replicas_cost_memory():
     """K copies: each is cut among N/K ranks, and that is what has to fit. More ranks are more in each."""
     for copies, totals in ((1, (112e9, 38.5e9, 26.25e9, 14e9)), (2, (112e9, 49e9, 38.5e9, 28e9)), (8, (112e9,) * 4)):
         for found, total in zip(
-            zeroshard.plan(params=7e9, ranks=8, comm=Comm(replicas=copies), gpu_mem="40GB").stages, totals, strict=True
+            zeroshard.plan(params=7e9, preset="paper", ranks=8, comm=Comm(replicas=copies), gpu_mem="40GB").stages,
+            totals,
+            strict=True,
         ):
             assert found.total == total
             assert found.fits is (total <= 40e9)
-    found = zeroshard.plan(params=7e9, ranks=6, stage=3, comm=Comm(replicas=3), gpu_mem="20GB")
+    found = zeroshard.plan(params=7e9, preset="paper", ranks=6, stage=3, comm=Comm(replicas=3), gpu_mem="20GB")
     assert [change.what for change in found.advice] == ["24 ranks"]
-    assert zeroshard.plan(params=7e9, ranks=24, stage=3, comm=Comm(replicas=3), gpu_mem="20GB").stages[0].fits
+    assert (
+        zeroshard.plan(params=7e9, preset="paper", ranks=24, stage=3, comm=Comm(replicas=3), gpu_mem="20GB")
+        .stages[0]
+        .fits
+    )
     for what in ({"params": 7}, {"shapes": "x.json"}):
         with pytest.raises(UserError, match="replicas must divide the ranks"):
             zeroshard.plan(**what, ranks=8, comm=Comm(replicas=3))
@@ -1216,7 +1232,7 @@ def test_replicas_cost_memory():
 
 def test_a_bare_number_of_bytes_is_answered_in_gib():
     with pytest.raises(UserError, match="instead: 80GiB"):
-        zeroshard.plan(params=7e9, gpu_mem=str(80 * 2**30))
+        zeroshard.plan(params=7e9, preset="paper", gpu_mem=str(80 * 2**30))
 
 
 @pytest.mark.parametrize("preset", ["zeroshard", "paper"])
@@ -1233,7 +1249,7 @@ def test_errors_on_one_line():
 
 
 def test_a_notebook_shows_a_plan_as_a_table():
-    html = zeroshard.plan(params="7e9", ranks=8, gpu_mem="80GiB")._repr_html_()
+    html = zeroshard.plan(params="7e9", preset="paper", ranks=8, gpu_mem="80GiB")._repr_html_()
     rows = [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", html)]
     assert rows[0][0] == "bytes per rank at rest"
     assert [row[-2:] for row in rows[1:]] == [

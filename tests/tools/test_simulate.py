@@ -595,10 +595,10 @@ groups = _with(
 
 def test_what_links_carry():
     """By hand: 16 ranks in nodes of 8, 8 P bytes gathered once and reduced once."""
-    plan = zeroshard.plan(params=16e6, ranks=16, stage=1, gpus_per_node=8)
+    plan = zeroshard.plan(params=16e6, preset="paper", ranks=16, stage=1, gpus_per_node=8)
     gathered = reduced = 2 * 16_000_000
     assert plan.stages[0].links == (gathered * 15 // 16 + reduced * 7 // 16, gathered * 15 // 128 + reduced * 8 // 16)
-    inside = zeroshard.plan(params=16e6, ranks=8, stage=1, gpus_per_node=8).stages[0]
+    inside = zeroshard.plan(params=16e6, preset="paper", ranks=8, stage=1, gpus_per_node=8).stages[0]
     assert inside.links == (inside.traffic.total.sent, 0)
 
 
@@ -608,12 +608,12 @@ def test_any_optimizer_of_torch_can_be_named():
         ("RMSprop", {"square_avg"}, 12),
         ("torch.optim.NAdam", {"exp_avg", "exp_avg_sq"}, 16),
     ):
-        recipe = zeroshard.plan(params=8, ranks=2, optimizer=name).recipe
+        recipe = zeroshard.plan(params=8, preset="paper", ranks=2, optimizer=name).recipe
         assert (set(recipe.optimizer) - {"master"}, recipe.total) == (states_of, total)
     with pytest.raises(UserError, match="depend on the shapes"):
-        zeroshard.plan(params=8, optimizer="Adafactor")
+        zeroshard.plan(params=8, preset="paper", optimizer="Adafactor")
     with pytest.raises(UserError, match="did you mean 'adamw'"):
-        zeroshard.plan(params=8, optimizer="adamm")
+        zeroshard.plan(params=8, preset="paper", optimizer="adamm")
 
 
 @pytest.mark.full
@@ -676,7 +676,7 @@ def test_a_plan_of_a_job_refuses_what_it_cannot_use():
         with pytest.raises(UserError, match=word):
             zeroshard.plan(EXAMPLE, **settings)
     with pytest.raises(UserError, match="for jobs"):
-        zeroshard.plan(params=7e9, layout=Layout(recompute=True))
+        zeroshard.plan(params=7e9, preset="paper", layout=Layout(recompute=True))
     with pytest.raises(UserError, match="cannot be imported"):
         zeroshard.plan("no.such.module:job")
 

@@ -75,7 +75,7 @@ function custom(text: string): planner.Recipe {
 
 function question(asked: Asked): planner.Question {
   const recipes = tables.recipes as unknown as planner.Recipe[];
-  const named = recipes.find(({ name }) => name === (asked.preset ?? 'paper')) as planner.Recipe;
+  const named = recipes.find(({ name }) => name === asked.preset) as planner.Recipe;
   const found = asked.bytes ? custom(asked.bytes) : named;
   const optimizers = tables.optimizers as Record<string, Record<string, number>>;
   return {

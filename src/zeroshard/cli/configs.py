@@ -115,7 +115,7 @@ def _precision(options: dict[str, Any]) -> Precision:
     made = precision_of(options["precision"], options["grad_dtype"], options.get("fp8")) or Precision()
     param = made.param_dtype
     if options["precision"] is None and (options["params"] is not None or options["shapes"] is not None):
-        default = "paper" if options["params"] is not None else "zeroshard"
+        default = "zeroshard"
         chosen = recipe(options["preset"] or default, optimizer=options["optimizer"], custom=options["bytes"])
         half = torch.float16 if "fp16" in chosen.name else torch.bfloat16
         param = half if chosen.parameters == 2 else None

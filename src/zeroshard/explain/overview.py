@@ -95,7 +95,7 @@ def _corrections() -> list[dict[str, str]]:
         return number(round(_per_parameter(0, ranks) / _per_parameter(stage, ranks), 2))
 
     large = {stage: number(LARGE * _per_parameter(stage, RANKS) / 10**9) for stage in (1, 2)}
-    (found,) = plan(params=LARGE, ranks=RANKS, units=LAYERS, stage=3).stages
+    (found,) = plan(params=LARGE, preset="paper", ranks=RANKS, units=LAYERS, stage=3).stages
     passing = max(sum(each.nbytes.values()) for each in found.instants) / 10**9
     moves = files.closed_moves(closed.at_rest(LARGE, RANKS, STAGES[3], PAPER), STAGES[3], mastered=True)
     read, written = (number(Fraction(nbytes, 10**9)) for nbytes in moves)

@@ -88,7 +88,7 @@ def plan(
     accumulate: backwards per step.
     no_sync: gradients are added up on the rank before one reduction.
     ep: among how many ranks the parameters of `Layout.along` are divided; a job's model has one rank's.
-    preset: bytes per parameter by name ("paper" for params, "zeroshard" for shapes).
+    preset: bytes per parameter by name: "zeroshard", as the engine holds them, or "paper", ...
     bytes: a formula instead of a preset: "parameters=2,gradients=2,master=4,m=4,v=4".
     optimizer: another optimizer's states in the preset, by a preset's name or as a class of torch.optim.
     units: with params, the number of equal blocks, for the peaks of a step.
@@ -129,7 +129,7 @@ def plan(
     if params is not None and made != Layout():
         changed = {f"Layout.{name}": value for name, value in _changed(made).items()}
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **changed)
-    chosen = _recipe(preset or ("paper" if params is not None else "zeroshard"), bytes, optimizer, precision, talk)
+    chosen = _recipe(preset or "zeroshard", bytes, optimizer, precision, talk)
     asked = Asked(
         ranks=ranks,
         stages=_stages(stage, together),

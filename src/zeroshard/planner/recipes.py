@@ -177,7 +177,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Bytes]] = {
 }
 
 
-def recipe(preset: str = "paper", *, optimizer: str | None = None, custom: str | None = None) -> Recipe:
+def recipe(preset: str = "zeroshard", *, optimizer: str | None = None, custom: str | None = None) -> Recipe:
     """Return a preset, with another optimizer's states if one is named; or the bytes that `custom` lists.
 
     custom: "parameters=2,gradients=2,master=4,m=4,v=4", numbers or fractions; any other name is optimizer state.

@@ -147,7 +147,7 @@ def _large() -> Table:
 
 def _buffers(stage: int) -> Fraction:
     """Plan the GB of reductions' buffers at the peak of backward: 7B parameters in 32 equal blocks on 8 GPUs."""
-    (found,) = plan(params=7 * GB, ranks=8, units=32, stage=stage).stages
+    (found,) = plan(params=7 * GB, preset="paper", ranks=8, units=32, stage=stage).stages
     return Fraction(max(each.nbytes.get("reduce", 0) for each in found.instants), GB)
 
 

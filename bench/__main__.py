@@ -1,11 +1,12 @@
-"""`python -m bench`: training beside the peers, many tensors, checkpoints, offload; `--quick`: a look at the first."""
+"""`python -m bench`: training beside the peers, tensors, checkpoints, offload, settings; `--quick`: the first alone."""
 
 import sys
 
-from . import checkpoint, offload, tensors, train
+from . import checkpoint, offload, pairs, tensors, train
 
 train.main()
 if "--quick" not in sys.argv:
     tensors.main()
     checkpoint.main()
     offload.main()
+    pairs.main()

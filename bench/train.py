@@ -166,7 +166,7 @@ def measure(names: list[str], size: str, low: bool, world: int, options: argpars
     others = [name for name in names if name != "limit" and can(backends.BACKENDS[name])]
     together = _together(size, world)
     for first in range(0, len(others), together):
-        for row in _group(["limit", *others[first : first + together]], size, low, world, options):
+        for row in group(["limit", *others[first : first + together]], size, low, world, options):
             rows.setdefault(row["back-end"], row)
     return list(rows.values())
 
@@ -183,7 +183,8 @@ def _on_meta(size: str) -> GPT:
         return GPT(SIZES[size])
 
 
-def _group(names: list[str], size: str, low: bool, world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def group(names: list[str], size: str, low: bool, world: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per back-end; ratios are over the first."""
     held = {name: Ranks(world, Held, name, size, low, bound=not options.free) for name in names}
     for ranks in held.values():
         ranks("steps", 2)  # the first has optimizers make their state
@@ -204,8 +205,8 @@ def _group(names: list[str], size: str, low: bool, world: int, options: argparse
     for name in names:
         counts = held[name]("count")
         most = {key: max(count[key] for count in counts) for key in counts[0]}
-        ratios = [mine / least for mine, least in zip(medians[name], medians["limit"], strict=True)]
-        worked = [mine / least for mine, least in zip(cpu[name], cpu["limit"], strict=True)]
+        ratios = [mine / least for mine, least in zip(medians[name], medians[names[0]], strict=True)]
+        worked = [mine / least for mine, least in zip(cpu[name], cpu[names[0]], strict=True)]
         rows.append(
             {
                 "model": size, "dtype": "bf16" if low else "fp32", "ranks": world, "back-end": name,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..model import loss_of
+from ..model import LEARNING_RATE, loss_of
 
 
 class Trainer(NamedTuple):
@@ -64,6 +64,15 @@ BACKENDS = {
     "fairscale ShardedDDP + OSS": Backend("fairscale", needs="fairscale"),
 }
 
+SETTINGS = {  # of `bench.pairs`, which no table of back-ends has
+    "zeroshard 3, stored": Backend("ours", {"stage": 3, "formats": {"store_params": True}}),
+    "zeroshard 3, weights in 8 bits": Backend("ours", {"stage": 3, "formats": {"fp8": True}}),
+    "zeroshard 2, split masters": Backend("ours", {"stage": 2, "formats": {"split_master": True}}),
+    "zeroshard 3, Muon": Backend("ours", {"stage": 3, "muon": True}),
+    "DDP, Muon": Backend("ddp", {"muon": True}),
+    "FSDP2, Muon": Backend("fsdp2", {"reshard": True, "muon": True}),
+}
+
 
 def installed() -> list[str]:
     return [name for name, backend in BACKENDS.items() if importlib.util.find_spec(backend.needs)]
@@ -71,11 +80,20 @@ def installed() -> list[str]:
 
 def load(name: str) -> Callable[..., Trainer]:
     """build(model, low=...) of this back-end, all its libraries imported."""
-    backend = BACKENDS[name]
+    backend = {**BACKENDS, **SETTINGS}[name]
     return functools.partial(importlib.import_module(f".{backend.module}", __name__).build, **backend.options)
 
 
-def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
+def optimizers_of(model: nn.Module, *, muon: bool = False) -> list[torch.optim.Optimizer]:
+    """AdamW of everything; or Muon of the blocks' matrices, and AdamW of the rest."""
+    named = {name.removeprefix("module."): param for name, param in model.named_parameters()}
+    matrices = [param for name, param in named.items() if muon and name.startswith("blocks.") and param.dim() == 2]
+    others = [param for param in named.values() if not any(param is matrix for matrix in matrices)]
+    adamw = torch.optim.AdamW(others, lr=LEARNING_RATE, fused=True)
+    return [torch.optim.Muon(matrices, lr=LEARNING_RATE), adamw] if muon else [adamw]
+
+
+def plain(model: nn.Module, *optimizers: torch.optim.Optimizer) -> Trainer:
     """The loop that every torch user writes."""
 
     def backward(tokens_BT: Tensor) -> Tensor:
@@ -84,7 +102,8 @@ def plain(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trainer:
         return loss.detach()
 
     def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return Trainer(backward, update)

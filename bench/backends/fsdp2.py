@@ -12,11 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from ..model import LEARNING_RATE
-from . import Trainer, plain
+from . import Trainer, optimizers_of, plain
 
 
-def build(model: nn.Module, *, low: bool, reshard: bool, replicas: int = 1, wide: bool = False) -> Trainer:
+def build(
+    model: nn.Module, *, low: bool, reshard: bool, replicas: int = 1, wide: bool = False, muon: bool = False
+) -> Trainer:
     shape = (replicas, dist.get_world_size() // replicas)
     mesh = init_device_mesh(next(model.parameters()).device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh = mesh if replicas > 1 else mesh["shard"]
@@ -25,4 +26,4 @@ def build(model: nn.Module, *, low: bool, reshard: bool, replicas: int = 1, wide
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return plain(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True))
+    return plain(model, *optimizers_of(model, muon=muon))

@@ -1,18 +1,19 @@
 """zeroshard, with its defaults; with gradients that rest in bfloat16, as all the peers keep them; with replicas
-or hosts; over memory that ranks share, for messages, or for one copy of the parameters too.
+or hosts; over memory that ranks share, for messages, or for one copy of the parameters too; with parameters or masters
+in other formats; with Muon.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 import zeroshard
 
-from ..model import LEARNING_RATE
-from . import Trainer, plain
+from . import Trainer, optimizers_of, plain
 
 
 def build(
@@ -26,11 +27,14 @@ def build(
     hosts: int = 1,
     transport: Literal["gloo", "shared"] = "gloo",
     once: bool = False,
+    formats: Mapping[str, Any] | None = None,
+    muon: bool = False,
 ) -> Trainer:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    """formats: more fields of `Precision`."""
+    optimizers = optimizers_of(model, muon=muon)
     dtype = torch.bfloat16 if low else None
-    precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None)
+    precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None, **(formats or {}))
     comm = zeroshard.Comm(replicas=replicas, optimizer=over, hosts=hosts, transport=transport)
     offload = zeroshard.Offload(parameters="shared") if once else zeroshard.Offload()
-    zeroshard.shard(model, optimizer, stage=stage, precision=precision, comm=comm, offload=offload)
-    return plain(model, optimizer)
+    zeroshard.shard(model, optimizers, stage=stage, precision=precision, comm=comm, offload=offload)
+    return plain(model, *optimizers)

@@ -7,15 +7,16 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from bench import pairs
 
 ROOT = Path(__file__).parents[2]
 
 
-def bench(module, *arguments, out):
+def bench(module, *arguments, out, name=None):
     call = [sys.executable, "-W", "ignore", "-m", f"bench.{module}", *map(str, arguments), "--out", str(out)]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    name = module.rpartition(".")[2]
+    name = name or module.rpartition(".")[2]
     return json.loads((out / f"{name}.json").read_text()), (out / f"{name}.md").read_text(), done.stdout
 
 
@@ -48,6 +49,21 @@ def test_one_round_of_training(tmp_path):
     assert (limit["against zeroshard's"], ours["against zeroshard's"]) == ("-", "-")
     assert text.count("\n| tiny | fp32 | 2 |") == 2
     assert printed == text + "\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", pairs.PAIRS)
+def test_settings_beside_each_other(tmp_path, pair):
+    """Ratios are over the first. Split masters send as much; weights in 8 bits less, and Muon has the losses of DDP's."""
+    result, text, _ = bench(
+        "pairs", pair, "--size", "tiny", "--rounds", 1, "--steps", 1, out=tmp_path, name=f"pairs-{pair}"
+    )
+    first, *_ = result["rows"]
+    assert first["over the first"] == "1.00 [1.00, 1.00]"
+    assert [row["back-end"] for row in result["rows"]] == pairs.PAIRS[pair][1]
+    sent, losses = ([row[key] for row in result["rows"]] for key in ("wire B/param", "final loss"))
+    assert sent[-1] < sent[0] if pair == "fp8" else losses[-1] == losses[0]
+    assert f"| tiny | {first['dtype']} | 2 | {first['back-end']} |" in text
 
 
 @pytest.mark.slow

@@ -107,8 +107,8 @@ class Precision:
         tensor. True: the weights of all trained `nn.Linear`, but for routers (modules called "router" or "gate") and
         `keep`. Modules compute in `param_dtype` with the numbers that these stand for. Masters are fp32, seeded before
         anything is rounded, and rounded once, to 8 bits. Such weights are edited inside `gathered()` only.
-    scaling: of which part of such a tensor each scale is: "tensor", all of it; "128x128", so many rows and columns; or
-        "1x128" of a row. Columns are the last dimension, rows all others.
+    scaling: of which part of such a tensor each scale is: "tensor", all of it, and of stacked experts each; "128x128",
+        so many rows and columns; or "1x128" of a row. Columns are the last dimension, rows all others.
     """
 
     param_dtype: torch.dtype | None = None

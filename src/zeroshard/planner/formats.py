@@ -108,9 +108,9 @@ def named(parameters: Sequence[str], linear: Sequence[str] | None, precision: Pr
     return found
 
 
-def check_codes(cut: Partition) -> None:
-    """Refuse layouts whose gradients cannot be sent in 8 bits, as `shard` does."""
-    for bucket in cut.buckets:
+def check_codes(cut: Partition, recipe: Recipe) -> None:
+    """Refuse layouts whose gradients cannot be sent in 8 bits, as `shard` does, if they are to be."""
+    for bucket in cut.buckets if recipe.coded else ():
         if bucket.axis or any(bound % BLOCK for bound in bucket.bounds):
             what = "an expert" if bucket.axis else f"a cut that is no multiple of {BLOCK} elements"
             raise UserError(

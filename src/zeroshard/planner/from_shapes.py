@@ -27,7 +27,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     model = shapes.read(path)
     recipe, layout = asked.recipe, asked.layout
     specs = _specs(model, asked, layout)
-    eighths = Fraction(sum(spec.numel for spec in specs if spec.fp8), sum(spec.numel for spec in specs))
+    eighths = _in_8_bits(specs)
     asked = asked._replace(recipe=recipe.averaged(eighths))
     names = units.unit_names(model.parameters)
 
@@ -36,8 +36,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     def cut_among(group: int) -> tuple[Partition, list[states.Owned]]:
         if group not in cuts:
             laid_out = partition(specs, layout, group, group // asked.ep)
-            if recipe.coded:
-                formats.check_codes(laid_out)
+            formats.check_codes(laid_out, recipe)
             cuts[group] = laid_out, states.owned(laid_out, asked.along(0, group))
         return cuts[group]
 
@@ -69,10 +68,8 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
         )
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other.averaged(eighths), asked.fractions).formula(placements, copies)
-        beside: dict[str, Any] = {}
+        beside = {} if resting is None else _filed(holding)
         if resting is not None:
-            beside["files"] = sum(file.nbytes for file in holding.files().values())
-            beside["rounding"] = holding.rounding()
             beside["moves"] = files.recipe_moves(cut, placements, rank, other, resting, **how)
         return StagePlan(
             stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
@@ -94,6 +91,16 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
         return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT, copies)
 
     return finish(model.source, model.numel, asked, layout, of, advise, notes, alone, balance(laid_out, copies))
+
+
+def _in_8_bits(specs: Sequence[Spec]) -> Fraction:
+    """Return the part of the parameters that rests in 8 bits."""
+    return Fraction(sum(spec.numel for spec in specs if spec.fp8), sum(spec.numel for spec in specs))
+
+
+def _filed(holding: states.Holding) -> dict[str, Any]:
+    """Return what a plan says of files and of pinned pages."""
+    return {"files": sum(file.nbytes for file in holding.files().values()), "rounding": holding.rounding()}
 
 
 def _fullest(cut: Partition, owned: list[states.Owned], placements: Placements, recipe: Recipe, replicas: int) -> int:

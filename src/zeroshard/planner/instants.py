@@ -51,6 +51,14 @@ class ItemSizes(NamedTuple):
         """Return the item sizes of a bucket."""
         return self.in_8_bits if bucket.fp8 and self.in_8_bits is not None else self
 
+    def filled(self, *, no_sync: bool) -> Fraction | int:
+        """Return the bytes per element of a contribution until it is sent."""
+        return self.gradients if no_sync else self.reduced
+
+    def arriving(self, numel: int, *, no_sync: bool) -> tuple[int, Fraction | int]:
+        """Return the elements that so many arrive as, and the bytes of each."""
+        return (_nbytes(numel, CODED), 1) if self.coded else (numel, self.filled(no_sync=no_sync))
+
     @property
     def gathered(self) -> Fraction | int:
         """Bytes per element of a gathered bucket."""
@@ -106,18 +114,12 @@ def instants(
     shares: do ranks read each other's memory? Then each lends the others a copy of its shard of what they gather.
     """
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
-    units: dict[int, list[Bucket]] = {}
-    for bucket in partition.buckets:
-        units.setdefault(bucket.unit, []).append(bucket)
+    units = _in_units(partition.buckets)
 
     def nbytes(bucket: Bucket) -> int:
         return _nbytes(bucket.numel, sizes.of(bucket).gathered)
 
-    def apart(bucket: Bucket) -> bool:  # do modules compute with other memory than rests?
-        rests = _on_device(resting, bucket, "parameters") and sizes.of(bucket).computed is None
-        return bool(placements.parameters) or not rests
-
-    brought = {bucket.index for bucket in partition.buckets if apart(bucket)}
+    brought = _brought(partition, placements, sizes, resting)
     whole = {unit: sum(nbytes(bucket) for bucket in units[unit] if bucket.index in brought) for unit in units}
     order = [unit for unit in units if unit != 0]  # the root runs around them all
     shown = {unit: names[unit] if unit < len(names) else f"unit {unit}" for unit in units}
@@ -153,16 +155,21 @@ def instants(
     averages = [] if placements.optimizer or sizes.in_backward else trained
     stepped = {} if sizes.in_backward else _step(partition, placements, sizes, seats, resting)
     found.append(Instant("step", _some(stepped, lent(averages, "gradients"))))
-    # A copy that rests elsewhere passes through the device, bucket by bucket.
-    published = [
-        _nbytes(b.numel, sizes.of(b).parameters)
-        for b in trained
-        if not (placements.parameters or _on_device(resting, b, "parameters"))
-    ]
+    # A copy that rests elsewhere goes through the device, bucket by bucket.
+    away = [b for b in trained if not (placements.parameters or _on_device(resting, b, "parameters"))]
+    published = [_nbytes(bucket.numel, sizes.of(bucket).parameters) for bucket in away]
     spread = trained if placements.optimizer and not (placements.parameters or _once(resting)) else []
     moved = {GATHER: max(published, default=0) * bool(placements.optimizer)}
     found.append(Instant("gather", _some(moved, lent(spread, "parameters"))))
     return found
+
+
+def _brought(partition: Partition, placements: Placements, sizes: ItemSizes, resting: At | None) -> set[int]:
+    """Return the buckets whose modules compute with other memory than rests on the device."""
+    if placements.parameters:
+        return {bucket.index for bucket in partition.buckets}
+    here = {b.index for b in partition.buckets if _on_device(resting, b, "parameters")}
+    return {b.index for b in partition.buckets if b.index not in here or sizes.of(b).computed is not None}
 
 
 def _on_device(resting: At | None, bucket: Bucket, kind: str) -> bool:
@@ -325,6 +332,21 @@ class _Sums(Flow[_Sent, tuple[int]]):
         self._averaged(each.bucket)
 
 
+def _encoded(sums: _Sums, bucket: Bucket, contribution: tuple[int] | None) -> tuple[int]:
+    """Return the codes that take a contribution's place."""
+    message = sums.sends.take(_nbytes(bucket.numel, CODED), 1)
+    sums.sends.give_back(contribution)
+    return message
+
+
+def _in_units(buckets: Iterable[Bucket]) -> dict[int, list[Bucket]]:
+    """Return {unit: its buckets}, in their order."""
+    units: dict[int, list[Bucket]] = {}
+    for bucket in buckets:
+        units.setdefault(bucket.unit, []).append(bucket)
+    return units
+
+
 def _reductions(
     partition: Partition,
     placements: Placements,
@@ -363,34 +385,22 @@ def _reductions(
     contributions = _Counted() if shares else None
     sums = _Sums(messages, contributions, replicas, updates.land)
     begun: dict[int, tuple[int] | None] = {}  # contributions, by bucket
-    units: dict[int, list[Bucket]] = {}
-    for bucket in trainable:
-        units.setdefault(bucket.unit, []).append(bucket)
+    units = _in_units(trainable)
 
     def begin(buckets: Iterable[Bucket]) -> None:
         for bucket in (each for each in buckets if each.index not in begun):
             own = sizes.of(bucket)
             in_place = kept and (no_sync or (fresh and own.gradients == own.reduced))
             there = in_place and _on_device(resting, bucket, "gradients")
-            itemsize = own.gradients if no_sync else own.reduced
-            begun[bucket.index] = None if there else sums.sends.take(bucket.numel, itemsize)
-
-    def encoded(bucket: Bucket) -> Fraction | int:
-        """Encode a contribution that has begun, if it is coded; return the bytes per element of what is sent."""
-        own = sizes.of(bucket)
-        if not own.coded:
-            return own.gradients if no_sync else own.reduced
-        message = sums.sends.take(_nbytes(bucket.numel, CODED), 1)
-        sums.sends.give_back(begun[bucket.index])
-        begun[bucket.index] = message
-        return CODED
+            begun[bucket.index] = None if there else sums.sends.take(bucket.numel, own.filled(no_sync=no_sync))
 
     def sent(bucket: Bucket) -> _Sent:
         seat, rests = seats.of(bucket), _on_device(resting, bucket, "gradients")
-        own_sizes, itemsize = sizes.of(bucket), encoded(bucket)
-        comes = bucket.shard_numel(seat.position) * room(bucket.size)
-        comes, itemsize = (_nbytes(comes, CODED), 1) if own_sizes.coded else (comes, itemsize)
-        receive = None if shares and bucket.size > 1 else sums.scratch.take(comes, itemsize)
+        own_sizes = sizes.of(bucket)
+        if own_sizes.coded:
+            begun[bucket.index] = _encoded(sums, bucket, begun[bucket.index])
+        comes = own_sizes.arriving(bucket.shard_numel(seat.position) * room(bucket.size), no_sync=no_sync)
+        receive = None if shares and bucket.size > 1 else sums.scratch.take(*comes)
         running, average, beside, again = None, None, [], placements.by_part and not (fresh or no_sync)
         if replicas > 1 and (own := bucket.shard_numel(seats.everyone.position)):
             running = sums.scratch.take(own, own_sizes.running)

@@ -1,9 +1,14 @@
-"""`zeroshard.testing`: its mark and its options, as a project's own pytest sees them. One run of pytest shows most of it."""
+"""`zeroshard.testing`: its mark and its options, as a project's own pytest sees them.
+
+Few runs of pytest show all of it: one of tests as they are, one that records logs by fresh seeds under pytest-xdist, one
+that compares by a named seed, and one for each end that leaves no other test to run.
+"""
 
 import copy
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +18,7 @@ import pytest
 import torch
 
 import zeroshard
-from zeroshard.testing import assert_same_bits
+from zeroshard.testing import Recorded, assert_same_bits
 
 ROOT = Path(__file__).parents[2]
 OPTIMIZER = ROOT / "examples" / "test_own_optimizer.py"
@@ -23,15 +28,16 @@ import json
 
 def pytest_runtest_logreport(report):
     if report.when == "call" or report.outcome != "passed":
-        row = {"name": report.nodeid.partition("::")[2], "outcome": report.outcome, "says": report.longreprtext}
+        row = {"id": report.nodeid, "outcome": report.outcome, "says": report.longreprtext}
         with open("reports.jsonl", "a") as file:
             file.write(json.dumps(row | {"sections": dict(report.sections)}) + "\\n")
 """
 
 
-def run(folder, text, *options):
-    """What a project's pytest printed, its exit code, and by test what it reported."""
-    (folder / "test_it.py").write_text(dedent(text))
+def run(folder, files, *options):
+    """What a project's pytest printed, its exit code, and by test what it reported. files: text by name, or one's."""
+    for name, text in ({"test_it": files} if isinstance(files, str) else files).items():
+        (folder / f"{name}.py").write_text(dedent(text))
     (folder / "conftest.py").write_text(WRITES)
     (folder / "reports.jsonl").unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider", "-q", "--rootdir=.", *options]
@@ -39,12 +45,23 @@ def run(folder, text, *options):
     ran = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False)
     reports = folder / "reports.jsonl"
     rows = [json.loads(line) for line in reports.read_text().splitlines()] if reports.exists() else []
-    return ran, {row["name"]: row for row in rows}
+    names = [row["id"].partition("::")[2] for row in rows]
+    whole = {row["id"]: row for row in rows}
+    return ran, Reports(zip(names, rows, strict=True), whole)
+
+
+class Reports(dict):
+    """By the name of a test; `of_file` has those of tests of one name in several files."""
+
+    def __init__(self, named, of_file):
+        super().__init__(named)
+        self.of_file = of_file
 
 
 BODIES = """
 import os
 import random
+import signal
 import time
 import warnings
 
@@ -159,15 +176,164 @@ def test_reads_early():
 
 def test_without_ranks():
     assert not dist.is_initialized()
+
+
+PROCESSES = {"processes": True}
+
+
+@pytest.mark.ranks(1, 3, **PROCESSES)
+@pytest.mark.parametrize("value", [2.0])
+def test_sum_of_processes(value, tmp_path, make):
+    total = torch.full((3,), value)
+    dist.all_reduce(total)
+    assert total.tolist() == [value * dist.get_world_size()] * 3
+    assert os.environ["WORLD_SIZE"] == str(dist.get_world_size()) and os.environ["RANK"] == str(dist.get_rank())
+    assert torch.rand(3).equal(torch.rand(3, generator=torch.Generator().manual_seed(0)))
+    (tmp_path / f"{os.getpid()}").touch()
+    dist.barrier()
+    assert len(list(tmp_path.iterdir())) == dist.get_world_size()  # one folder, and each a process of its own
+    assert make(2, 3)(torch.ones(1, 2)).sum().backward() is None
+
+
+@pytest.mark.ranks(2, **PROCESSES)
+def test_one_process_fails():
+    print("hello from", dist.get_rank())
+    if dist.get_rank() == 1:
+        left, right = 6, 7
+        assert left * right == 43
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=2, **PROCESSES)
+def test_a_process_hangs():
+    def spins():
+        while dist.get_rank() == 1:
+            sum(range(1000))
+
+    spins()
+    dist.barrier()
+
+
+@pytest.mark.ranks(3, **PROCESSES)
+def test_a_process_is_killed():
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+@FILTERS
+@pytest.mark.ranks(1, **PROCESSES)
+def test_a_warning_is_an_error_in_processes_too():
+    warnings.warn("loud")
+
+
+@pytest.mark.ranks(2, **PROCESSES)
+def test_all_processes_skip():
+    pytest.skip("not today")
+
+
+@pytest.mark.ranks(2, **PROCESSES)
+def test_one_process_skips():
+    if dist.get_rank() == 1:
+        pytest.skip("not today")
+
+
+@pytest.fixture
+def lambdas():
+    return lambda: None
+
+
+@pytest.mark.ranks(2, **PROCESSES)
+def test_of_what_no_process_can_be_given(lambdas):
+    pass
+
+
+@pytest.mark.ranks(2, **PROCESSES)
+class TestOfAClassOfProcesses:
+    def test_of_it(self):
+        assert dist.get_world_size() == 2
+
+
+@pytest.mark.ranks(2, group=False, **PROCESSES)
+def test_processes_make_their_group_themselves():
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo")
+    dist.barrier()
 """
+SEEDED = """
+import pytest, torch
+import torch.distributed as dist
+
+
+def falls():
+    total = torch.ones(1)
+    for _ in range(4):
+        dist.all_reduce(total)
+    assert total.item() < 0
+
+
+@pytest.mark.ranks(3)
+def test_falls():
+    falls()
+
+
+@pytest.mark.ranks(3, seed=5)
+def test_falls_by_a_seed():
+    falls()
+"""
+OWN = OPTIMIZER.read_text()
+BROKEN = OWN.replace("mean.lerp_(p.grad, 1 - b1)", "mean.lerp_(p.grad / p.grad.norm(), 1 - b1)")
+BROKEN = BROKEN.replace('["device", "cpu", "nvme"]', '["device"]').replace("[0, 1, 2, 3]", "[3]")
+BROKEN = BROKEN.replace("ranks(1, 2, 3)", "ranks(1, 2)").replace("def test_the_bits", "def test_broken_bits")
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("project"), BODIES)[1]
+def project(tmp_path_factory):
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture(scope="module")
+def reports(project):
+    """Of the run without options."""
+    files = {
+        "test_it": BODIES, "test_seeded": SEEDED, "test_classes": IN_CLASSES.format(mark=""), "test_log": RECORDED,
+        "test_own": OWN.replace("ranks(1, 2, 3)", "ranks(3)"), "test_broken": BROKEN,
+    }  # fmt: skip
+    return run(project, files, "--deselect", "test_classes.py::TestOfUnittest")[1]
+
+
+@pytest.fixture(scope="module")
+def recording(project, reports):
+    """What a run reported that keeps logs, with the tests of the page; by fresh seeds, in another process of pytest's."""
+    page = "\n".join(snippets())
+    names = "test_log.py", "test_seeded.py", "test_page.py"
+    files = {"test_page": page, "test_log": RECORDED, "test_seeded": SEEDED}
+    return run(project, files, *names, "--ranks-record", "--ranks-seed=fresh", "-n1")[1]
+
+
+def schedule(row):
+    """The digest of a test's schedule, and its seed."""
+    words = row["sections"]["Captured ranks call"].splitlines()[-1]
+    return words.split()[1].rstrip(","), words.split("--ranks-seed=")[1].split()[0]
+
+
+@pytest.fixture(scope="module")
+def compared(project, recording):
+    """What a run reported that compares with the kept logs: the same run, and one with another rate. By one seed."""
+    kept = project / "recorded"
+    machine = kept / "test_log" / "test_it-ranks2-3" / "machine.json"
+    machine.write_text(machine.read_text().replace(torch.__version__, "1.0"))
+    shutil.copytree(kept / "test_log", kept / "test_changed")
+    files = {"test_log": RECORDED, "test_changed": CHANGED, "test_seeded": SEEDED}
+    names = [f"{name}.py" for name in files]
+    _, seed = schedule(recording["test_falls[ranks3]"])
+    return run(project, files, *names, f"--ranks-seed={seed}")[1]
 
 
 PASSING = [
+    *(f"test_sum_of_processes[ranks{ranks}-2.0]" for ranks in (1, 3)),
+    "TestOfAClassOfProcesses::test_of_it[ranks2]",
+    "test_processes_make_their_group_themselves[ranks2]",
     *(f"test_sum[ranks{ranks}-{value}]" for ranks in (1, 2, 3) for value in (2.0, 5.0)),
     "test_random_numbers_are_those_of_a_fresh_process[ranks2]",
     "test_makes_its_group_itself[ranks2]",
@@ -179,8 +345,8 @@ PASSING = [
 
 
 def test_a_body_runs_on_each_rank_once_for_each_number_of_ranks(reports):
-    found = sorted(name for name, row in reports.items() if row["outcome"] == "passed")
-    assert found == sorted(PASSING)
+    passed = (name for name, row in reports.items() if row["outcome"] == "passed")
+    assert sorted(name for name in passed if "_bits[" not in name and "one_process[" not in name) == sorted(PASSING)
 
 
 def test_a_failing_rank_is_named_with_its_traceback_and_what_each_rank_printed(reports):
@@ -216,6 +382,38 @@ def test_ranks_skip_together_or_not_at_all(reports):
     assert "rank 0 of 2 skips the test, and not all do: not today" in reports["test_one_skips[ranks2]"]["says"]
 
 
+def test_a_process_that_fails_is_named_with_its_own_traceback_and_what_each_printed(reports):
+    row = reports["test_one_process_fails[ranks2]"]
+    assert row["outcome"] == "failed" and row["says"].startswith("failed on rank 1 of 2, then on rank 0")
+    zero, one = row["says"].split("---- rank 0")[1].split("---- rank 1")
+    assert "dist.barrier()" in zero and "assert left * right == 43" in one and "assert (6 * 7) == 43" in one
+    printed = row["sections"]["Captured stdout call"].splitlines()
+    assert printed == ["[rank 0] hello from 0", "[rank 1] hello from 1"]
+
+
+def test_a_process_that_hangs_is_ended_with_the_stacks_of_all(reports):
+    says = reports["test_a_process_hangs[ranks2]"]["says"]
+    assert says.startswith("hung on rank 0, 1 of 2") and says.count("Hung: no end within 2 s (pid") == 2
+    zero, one = says.split("---- rank 0")[1].split("---- rank 1")
+    assert "in barrier" in zero and "in spins" in one
+    assert "in test_a_process_hangs" in zero and "zeroshard/testing" not in says
+
+
+def test_a_process_that_is_killed_is_named_first_with_its_signal(reports):
+    says = reports["test_a_process_is_killed[ranks3]"]["says"]
+    assert says.startswith("failed on rank 1 of 3, then on rank 0, 2")
+    assert "---- rank 1: Died: the process ended without an answer: killed by SIGKILL (pid " in says
+
+
+def test_processes_have_the_filters_of_warnings_skip_together_and_are_given_what_pickle_takes(reports):
+    assert "UserWarning: loud" in reports["test_a_warning_is_an_error_in_processes_too[ranks1]"]["says"]
+    assert reports["test_all_processes_skip[ranks2]"]["outcome"] == "skipped"
+    says = reports["test_one_process_skips[ranks2]"]["says"]
+    assert "rank 1 of 2 skips the test, and not all do: not today" in says
+    says = reports["test_of_what_no_process_can_be_given[ranks2]"]["says"]
+    assert "the fixture 'lambdas' gives ranks what no other process can be given" in says
+
+
 def test_a_model_that_all_ranks_would_share_is_refused_by_the_name_of_its_fixture(reports):
     row = reports["test_of_one_model[ranks2]"]
     assert row["outcome"] == "failed" and "the fixture 'model' gives all ranks the same Linear" in row["says"]
@@ -231,6 +429,8 @@ def test_a_model_that_all_ranks_would_share_is_refused_by_the_name_of_its_fixtur
         ("ranks(2, seed=-1)", "", "an integer of at least 0"),
         ("ranks(2, timeout='1')", "", "expected: seconds"),
         ("ranks(2, group=1)", "", "expected: True or False"),
+        ("ranks(2, processes=1)", "", "expected: True or False"),
+        ("ranks(2, processes=True, seed=1)", "", "the system decides in which order"),
         *(("ranks(2)", name, f"the fixture '{name}' reaches no rank") for name in ("request", "monkeypatch", "capsys")),
     ],
 )
@@ -268,20 +468,24 @@ class TestOfUnittest(unittest.TestCase):
 """
 
 
-def test_what_a_class_keeps_is_refused_too_and_a_class_of_unittests(tmp_path):
+def test_what_a_class_keeps_is_refused_too_and_a_class_of_unittests(tmp_path, reports):
     ran, _ = run(tmp_path, IN_CLASSES.format(mark="@pytest.mark.ranks(2)"))
     assert ran.returncode == 4 and "not of unittest.TestCase" in ran.stderr + ran.stdout
-    _, reports = run(tmp_path, IN_CLASSES.format(mark=""), "-k", "OneModel")
-    (report,) = reports.values()
+    report = reports["TestOfOneModel::test_it[ranks2]"]
     assert report["outcome"] == "failed" and "'self.model' gives all ranks the same Linear" in report["says"]
 
 
-def test_the_tests_of_the_page_pass(tmp_path):
+def snippets():
+    """The page's tests; the last of it is the example beside it."""
     page = (ROOT / "docs" / "testing.md").read_text()
-    snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert OPTIMIZER.read_text().partition('"""\n\n')[2] == snippets.pop()
-    ran, reports = run(tmp_path, "\n".join(snippets), "--ranks-record")
-    assert ran.returncode == 0 and len(reports) == 10
+    found = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert OWN.partition('"""\n\n')[2] == found.pop()
+    return found
+
+
+def test_the_tests_of_the_page_pass(recording):
+    of_page = [row for name, row in recording.items() if not name.startswith(("test_it", "test_falls", "test_without"))]
+    assert [row["outcome"] for row in of_page] == ["passed"] * 12, of_page
 
 
 TENSOR = torch.tensor([[1.0, -0.0, float("nan")], [4.0, 5.0, 6.0]])
@@ -376,20 +580,23 @@ def test_logs_of_runs_are_compared_as_the_command_does(tmp_path):
         assert_same_bits(run, logged(tmp_path / "d", steps=1))
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [("ranks3", 12), pytest.param("ranks", 36, marks=pytest.mark.full)])
-def test_an_optimizer_of_ones_own_is_proven_at_every_stage_and_tier(tmp_path, ranks, cases):
-    ran, reports = run(tmp_path, OPTIMIZER.read_text(), "-k", ranks)
-    assert [row["outcome"] for row in reports.values()] == ["passed"] * cases, ran.stdout
+def test_an_optimizer_of_ones_own_is_proven_at_every_stage_and_tier(reports):
+    found = {name: row["outcome"] for name, row in reports.items() if "of_one_process[ranks3-" in name}
+    assert [*found.values()] == ["passed"] * 12, found
 
 
-def test_the_proof_of_an_optimizer_fails_where_it_needs_whole_tensors(tmp_path):
-    text = OPTIMIZER.read_text()
-    broken = text.replace("mean.lerp_(p.grad, 1 - b1)", "mean.lerp_(p.grad / p.grad.norm(), 1 - b1)")
-    assert broken != text
-    _, reports = run(tmp_path, broken, "-k", "(ranks1 or ranks2) and 3-device")
-    outcomes = {name.partition("[")[2]: row["outcome"] for name, row in reports.items()}
-    assert outcomes == {"ranks1-3-device]": "passed", "ranks2-3-device]": "failed"}
-    assert "element [" in reports["test_the_bits_are_those_of_one_process[ranks2-3-device]"]["says"]
+@pytest.mark.full
+def test_an_optimizer_of_ones_own_is_proven_on_one_to_three_ranks(tmp_path):
+    ran, reports = run(tmp_path, OWN)
+    assert [row["outcome"] for row in reports.values()] == ["passed"] * 36, ran.stdout
+
+
+def test_the_proof_of_an_optimizer_fails_where_it_needs_whole_tensors(reports):
+    assert BROKEN != OWN and "p.grad.norm()" in BROKEN
+    found = {name.partition("[")[2]: row["outcome"] for name, row in reports.items() if "broken_bits_are" in name}
+    assert found == {"ranks1-3-device]": "passed", "ranks2-3-device]": "failed"}
+    (says,) = (row["says"] for name, row in reports.items() if "broken_bits_are" in name and "ranks2" in name)
+    assert "element [" in says
 
 
 RECORDED = """
@@ -416,35 +623,35 @@ def test_without_a_log(recorded):
 """
 
 
-def test_a_bit_that_moved_fails_a_test_until_its_log_is_written_anew(tmp_path):
-    name, folder = "test_it[ranks2-3]", tmp_path / "recorded" / "test_it"
-    changed = RECORDED.replace("lr=0.1", "lr=0.10000002")
+CHANGED = RECORDED.replace("lr=0.1", "lr=0.10000002")
 
-    def outcomes(text, *options):
-        _, reports = run(tmp_path, text, *options)
-        assert "the test takes the fixture 'recorded', and logs nothing" in reports["test_without_a_log"]["says"]
-        return reports[name]["outcome"], reports[name]["says"]
 
-    outcome, says = outcomes(RECORDED)
-    assert outcome == "failed" and "no log is recorded in recorded/test_it/test_it-ranks2-3" in says
-    assert outcomes(RECORDED, "--ranks-record") == ("passed", "")
-    kept = {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def test_a_bit_that_moved_fails_a_test_until_its_log_is_written_anew(project, reports, recording, compared):
+    name, folder = "test_it[ranks2-3]", project / "recorded" / "test_log"
+    for each in (reports, recording, compared):
+        assert "the test takes the fixture 'recorded', and logs nothing" in each["test_without_a_log"]["says"]
+    row = reports[name]
+    assert row["outcome"] == "failed" and "no log is recorded in recorded/test_log/test_it-ranks2-3" in row["says"]
+    assert recording[name]["outcome"] == "passed"
+    kept = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
     files = {"machine.json", "rank00000.jsonl", "rank00001.jsonl"}
-    assert {str(path) for path in kept} == {f"test_it-ranks2-{stage}/{file}" for stage in (0, 3) for file in files}
-    machine = folder / "test_it-ranks2-3" / "machine.json"
-    machine.write_text(machine.read_text().replace(torch.__version__, "1.0"))
-    assert outcomes(RECORDED) == ("passed", "")  # where the bits are the same, it does not matter on what they were
-    outcome, says = outcomes(changed)
-    assert (
-        outcome == "failed"
-        and "Traceback" not in says
-        and "hidden" not in says
-        and "a bit moved: the runs part at step 1, weights: " in says
-    )
+    assert kept == {f"test_it-ranks2-{stage}/{file}" for stage in (0, 3) for file in files}
+    both = [compared.of_file[f"{file}.py::{name}"] for file in ("test_log", "test_changed")]
+    assert (both[0]["outcome"], both[0]["says"]) == ("passed", "")  # on another machine, where the bits are the same
+    says = both[1]["says"]
+    assert both[1]["outcome"] == "failed" and "Traceback" not in says and "hidden" not in says
+    assert "a bit moved: the runs part at step 1, weights: " in says
     assert re.search(r"element \d+: .*\(0x.*\) and .*\(0x.*\), \d+ ULPs? apart", says)
     assert "recorded with {'torch': '1.0'" in says and "pytest --ranks-record writes it anew" in says
-    assert outcomes(changed, "--ranks-record") == ("passed", "")
-    assert outcomes(RECORDED)[0] == "failed"
+
+
+def test_a_log_that_is_written_anew_is_the_one_that_is_compared_with_then(tmp_path):
+    runs = [logged(tmp_path / name, lr=lr) for name, lr in (("kept", 0.1), ("now", 0.10000002), ("before", 0.1))]
+    kept, now, before = (Recorded(str(runs[0]), str(each)) for each in runs)
+    assert kept.compare(anew=False) is None
+    assert "a bit moved" in now.compare(anew=False)
+    assert now.compare(anew=True) is None and now.compare(anew=False) is None
+    assert "a bit moved" in before.compare(anew=False)
 
 
 def test_each_test_keeps_its_log_in_a_folder_of_its_own():
@@ -480,13 +687,10 @@ def test_it():
 """
 
 
-def test_the_plugin_imports_nothing_for_who_does_not_use_it(tmp_path):
-    ran, _ = run(tmp_path, UNUSED, "-p", "no:xdist", "-p", "no:hypothesispytest")
-    assert ran.returncode == 0, ran.stdout
-
-
 @pytest.mark.parametrize("also", [(), ("-p", PLUGIN)])
-def test_an_environment_that_brings_the_plugin_loads_it_once(tmp_path, monkeypatch, also):
+def test_an_environment_that_brings_the_plugin_loads_it_once_and_nothing_for_who_does_not_use_it(
+    tmp_path, monkeypatch, also
+):
     """By its entry point, beside `-p` of the same, and beside a conftest.py that names it."""
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -515,26 +719,10 @@ def test_an_environment_that_brings_the_plugin_loads_it_once(tmp_path, monkeypat
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-SEEDED = """
-import pytest, torch
-import torch.distributed as dist
-
-@pytest.mark.ranks(3)
-def test_it():
-    total = torch.ones(1)
-    for _ in range(4):
-        dist.all_reduce(total)
-    assert total.item() < 0
-"""
-
-
-def test_a_seed_that_a_failure_names_draws_the_same_schedule_again(tmp_path):
-    def schedule(*options):
-        ran, reports = run(tmp_path, SEEDED, *options)
-        assert ran.returncode == 1
-        words = reports["test_it[ranks3]"]["sections"]["Captured ranks call"].splitlines()[-1]
-        return words.split()[1].rstrip(","), words.split("--ranks-seed=")[1].split()[0]
-
-    drawn, seed = schedule("--ranks-seed=fresh", "-n1")
-    assert schedule(f"--ranks-seed={seed}") == (drawn, seed)
-    assert schedule("--ranks-seed=5")[0] != drawn
+def test_a_seed_that_a_failure_names_draws_the_same_schedule_again(reports, recording, compared):
+    """Under pytest-xdist too; another test has another seed in each run, and another seed draws another schedule."""
+    one, other = "test_falls[ranks3]", "test_falls_by_a_seed[ranks3]"
+    assert schedule(compared[one]) == schedule(recording[one])
+    assert schedule(compared[other]) == schedule(recording[one])  # one program, one seed
+    assert schedule(recording[other])[1] != schedule(recording[one])[1]
+    assert schedule(reports[other])[1] == "5" and schedule(reports[other])[0] != schedule(reports[one])[0]

@@ -3,6 +3,7 @@
 plugin      pytest's hooks: `@pytest.mark.ranks(2, 3)`, `--ranks-seed`, `--ranks-record`
 asked       what a mark asks for, and the fixtures that reach no rank
 threads     a test's body on ranks that are threads of pytest's process
+processes   a test's body on ranks that are processes, `ranks(2, processes=True)`
 bits        `assert_same_bits`
 recorded    the fixture `recorded`: a run compared with a log in the repository
 failures    what a rank that failed looks like from the test

@@ -36,12 +36,13 @@ class Asked:
     """The options of a mark: `@pytest.mark.ranks(2, 3, seed=7)`.
 
     seed: of the schedule; None: one of the test's own. timeout: seconds, after which ranks count as hung. group: is the
-    process group made before the test's body runs?
+    process group made before the test's body runs? processes: is each rank a process of its own, and not a thread?
     """
 
     seed: int | None = None
     timeout: float = TIMEOUT
     group: bool = True
+    processes: bool = False
 
 
 def sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
@@ -74,8 +75,15 @@ def asked(named: Mapping[str, Any]) -> Asked:
         )
     if type(made.timeout) not in (int, float) or not 0 < made.timeout < math.inf:
         raise UserError(f"{MARK}(..., timeout=...)", got=repr(made.timeout), expected="seconds", instead="timeout=60")
-    if type(made.group) is not bool:
-        raise UserError(f"{MARK}(..., group=...)", got=repr(made.group), expected="True or False")
+    for name in ("group", "processes"):
+        if type(getattr(made, name)) is not bool:
+            raise UserError(f"{MARK}(..., {name}=...)", got=repr(getattr(made, name)), expected="True or False")
+    if made.processes and made.seed is not None:
+        raise UserError(
+            f"{MARK}(..., processes=True): the system decides in which order processes go on, and no seed",
+            got=f"seed={made.seed}",
+            instead="leave seed out, or processes",
+        )
     return made
 
 

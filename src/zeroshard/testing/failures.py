@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+NO_FAILURES = "Skipped", "XFailed"  # what pytest.skip and pytest.xfail raise: of all ranks, or of none
+
 
 class Raised(NamedTuple):
     """One rank's failure. `type` is the exception's class name, or Died (the process ended) or Hung (it never did)."""

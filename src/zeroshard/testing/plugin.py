@@ -23,6 +23,7 @@ from .recorded import OPTION, Recorded, folder_of
 SIZE = "_ranks"  # the parameter of a test that is its number of ranks
 SEEDS = 1 << 32
 FRESH = "fresh"
+NURSERY: pytest.StashKey[Any] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Tell of the mark, and check the options."""
     config.addinivalue_line(
         "markers",
-        "ranks(*numbers, seed=None, timeout=60, group=True): run the test's body on each rank, "
+        "ranks(*numbers, seed=None, timeout=60, group=True, processes=False): run the test's body on each rank, "
         "once for each number of ranks (zeroshard.testing)",
     )
     seed = config.getoption("--ranks-seed")
@@ -77,6 +78,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             raise pytest.UsageError(
                 f"{item.nodeid}: pytest.mark.ranks is for functions and methods of classes, not of unittest.TestCase"
             )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fork the nursery of ranks that are processes, before a test leaves threads in this one."""
+    marks = (item.get_closest_marker("ranks") for item in session.items)
+    if session.config.option.collectonly or not any(mark and mark.kwargs.get("processes") for mark in marks):
+        return
+    try:
+        from .processes import Nursery
+
+        nursery = session.config.stash[NURSERY] = Nursery()
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from error
+    session.config.add_cleanup(nursery.close)
 
 
 @pytest.fixture
@@ -116,15 +131,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in _arguments(pyfuncitem)}
     number: Any = pyfuncitem.callspec.params[SIZE]
     debugs = bool(pyfuncitem.config.getoption("usepdb", False) or pyfuncitem.config.getoption("trace", False))
+    ran: Any
     try:
-        ran = threads.run(
-            number,
-            pyfuncitem.obj,
-            arguments,
-            options,
-            seed=_seed(pyfuncitem, options),
-            debugs=debugs,
-        )
+        if options.processes:
+            ran = pyfuncitem.config.stash[NURSERY].run(number, pyfuncitem.obj, arguments, options)
+        else:
+            seed = _seed(pyfuncitem, options)
+            ran = threads.run(number, pyfuncitem.obj, arguments, options, seed=seed, debugs=debugs)
     except UserError as error:
         pytest.fail(str(error), pytrace=False)
     pyfuncitem.add_report_section("call", "ranks", ran.says)

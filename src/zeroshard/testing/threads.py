@@ -22,9 +22,7 @@ from ..worlds.rank import Rank
 from ..worlds.schedule import Task, Unwind
 from ..worlds.world import World
 from .asked import Asked
-from .failures import Raised, RankFailure
-
-NO_FAILURES = "Skipped", "XFailed"  # what pytest.skip and pytest.xfail raise: of all ranks, or of none
+from .failures import NO_FAILURES, Raised, RankFailure
 
 
 class Ran(NamedTuple):

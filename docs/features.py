@@ -83,7 +83,7 @@ FEATURES = {
         r"tensor_parallel|TensorParallel|is_dtensor|mesh_of|mirrored|SavedPart|Strips|strips|ONE_STRIP|slot\.cut"
         r"|cut is not None|spec\.cut|check_parts|_beside\(|tensors\.(cuts|axis)|whole_shape|replace_dtensors\(self"
         r"|self\.mesh\b|_local_tensor|\btensor: Any|tensor is not None|check_tensors",
-        ("engine/tensor_parallel.py", "strips.py"),
+        ("engine/tensor_parallel.py", "engine/rejoined.py", "strips.py"),
         r"place_beside|_show_beside|run_beside|_persistent_buffers|tensor is not None and name|sits\.replicas - 1, 2|_beside\(self|self\._beside\("
         r"|tensor: Any = self",
         ("checkpoint/files.py", "checkpoint/staging.py", "engine/undo.py", "engine/split.py"),

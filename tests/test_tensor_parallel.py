@@ -503,7 +503,7 @@ REFUSED = {
     "replicas": "replicas, and hosts, are not supported beside tensor parallelism",
     "ignored": "a parameter that is sharded",
     "uneven": "a size that 2 ranks divide",
-    "whole": "may not update each element by itself",
+    "whole": "keeps states of a matrix that are not one number for each element",
 }
 
 

@@ -4,6 +4,7 @@
     shard      axes         axes of the mesh that some parameters are sharded along
                chosen       parameters that its codec is for
                check        refusals of what a model and its optimizers may not have
+               rejoins      showing an optimizer whole matrices of which ranks have parts
                ready        anything to be done once the engine stands
     gather     codec        how parameters rest, and become what modules compute with
                masters      how their masters rest
@@ -77,6 +78,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "tiers.once": ("Offload(parameters='shared')", lambda s: s.once),
     "engine.experts": ("Layout(along=...)", lambda s: s.along),
+    "engine.rejoined": ("", lambda s: False),
     "engine.apart": ("Layout(apart=True)", lambda s: s.apart),
     "engine.moving": ("zero.average(...)", lambda s: False),
     "batches": ("zero.batches(...)", lambda s: False),
@@ -94,6 +96,9 @@ class Feature:
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse, by `UserError`, what it does not go with; `assembly` has the model's parameters laid out."""
+
+    def rejoins(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        """Tell if an optimizer of whole tensors may have parameters that tensor parallelism has cut."""
 
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str] | None:
         """Return the names of parameters that settings give to this feature's `codec`."""

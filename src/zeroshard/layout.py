@@ -92,8 +92,8 @@ class Layout:
         longest first. What an optimizer needs whole (Muon, Adafactor, a class with `whole = True`) is so by itself.
     matrices: {name pattern: how many equal matrices the rows of a parameter stack}: `{"*.qkv.weight": 3}`; "first" for
         [E, a, b], one matrix for each index of the first dimension. An optimizer gets each as a parameter of its own
-        and has a state of each, no matrix is cut, and each may have another owner. Of parameters along an axis the
-        number is of the rows that a rank has.
+        and has a state of each, no matrix is cut, and each may have another owner. Of parameters along an axis,
+        or cut by tensor parallelism, the number is of the rows that a rank has.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
     """

@@ -117,7 +117,7 @@ class Engine:
         parts.build(init, before)
         self.partition, self.seed, self.placements = parts.partition, parts.seed, parts.placements
         self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
-        self.tier, self.tiers, self.resting = parts.tier, parts.tiers, parts.resting
+        self.tier, self.tiers, self.resting, self.tensors = parts.tier, parts.tiers, parts.resting, parts.tensors
         self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
         self.moving: Any = None  # the average of its weights, if there is one
         self.batches: Any = None  # its micro-batches, if it gives them out

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..features import first
 from ..layout import WHOLE, Layout, Partition, together
 from ..matrices import stacked
 from ..stage import Degree
@@ -161,6 +162,8 @@ def check_added(
             raise UserError(_FOREIGN, where=f"a group that was added, shape {tuple(param.shape)}", instead=_TOGETHER)
         if place is not None and id(place) in updated:
             raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
+        if place is not None and place.buffer.bucket.slots[place.position].cut is not None:
+            check_parts(optimizer, [place.name])
         if place is not None and place.buffer.placements.optimizer:
             bucket, slot = place.buffer.bucket, place.buffer.bucket.slots[place.position]
             _check_matrices(optimizer, [slot.name], {slot.name} if slot.matrix else ())
@@ -261,12 +264,12 @@ def check_parts(optimizer: Any, parted: list[str]) -> None:
 
     parted: the names of its parameters that tensor parallelism has cut.
     """
-    if parted and block_of(optimizer) != 1:
+    if parted and block_of(optimizer) != 1 and not first("rejoins", optimizer):
         raise UserError(
             "this optimizer may not update each element by itself, and of some tensors a rank has a part",
             where=f"{type(optimizer).__name__}, parameter {parted[0]!r} is cut by tensor parallelism",
-            expected=f"one of {sorted(ELEMENTWISE)}, or an attribute elementwise = True on the class",
-            instead="an elementwise optimizer, as AdamW",
+            expected=f"Muon, one of {sorted(ELEMENTWISE)}, or a class with elementwise = True or whole = True",
+            instead="an elementwise optimizer, as AdamW, or one of whole tensors, as Muon",
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -10,7 +12,17 @@ from ..events import Ledger, ends
 from .accumulator import Accumulator
 from .averages import Averages
 from .buffer import Buffer
-from .fragment import States
+from .fragment import Fragment, States
+
+
+class Around(Protocol):
+    """A frame around an optimizer's own step, in which it sees more of a parameter than this rank has."""
+
+    def takes(self, buffer: Buffer) -> bool:
+        """Tell if it stands around the steps of a bucket."""
+
+    def shown(self, fragments: Sequence[Fragment]) -> contextlib.AbstractContextManager[None]:
+        """Show the optimizer all of these parameters, for one step."""
 
 
 class Alone:
@@ -21,6 +33,11 @@ class Alone:
         self._states = states
         self._averages = averages
         self._ledger = ledger
+        self.around: Around | None = None
+
+    def wants(self, buffer: Buffer) -> bool:
+        """Tell if a bucket must be stepped by itself, whatever rests where."""
+        return self.around is not None and self.around.takes(buffer)
 
     def step(self, buffer: Buffer, accumulator: Accumulator, given: set[int]) -> None:
         """Update one bucket. given: the ids of the fragments that are to have a gradient, in this bucket or another."""
@@ -32,7 +49,8 @@ class Alone:
             self._averages.give(fragments, given)
             step: Any = type(self._optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step
-            step(self._optimizer)
+            with contextlib.nullcontext() if self.around is None else self.around.shown(fragments):
+                step(self._optimizer)
             self._states.replaced(fragments, inside=True)
             for fragment in fragments:
                 fragment.param.grad = None

@@ -81,7 +81,7 @@ class _Manifest(Feature):
             for each in assembly.partition.buckets
             if each.axis
             for slot in each.slots
-            if not slot.matrix
+            if not slot.matrix and slot.cut is None  # of these `check_parts` has heard
         }
         names = {id(record.param): record.name for record in assembly.managed}
         for optimizer in optimizers:

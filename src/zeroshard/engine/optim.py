@@ -354,9 +354,9 @@ class Binding(Transaction):
                 averages.give(self.states.of(buffer), given)
 
     def _by_itself(self, buffer: Buffer) -> bool:
-        """Tell if a bucket is stepped by itself: offloaded ones, and those that need copies of gradients, if they may,
-        so that not all copies exist at once."""
-        return buffer.by_itself or (self.by_bucket and buffer.upcast)
+        """Tell if a bucket is stepped by itself: offloaded ones, and those that need copies of gradients or whole
+        matrices, if they may, so that not all copies exist at once."""
+        return buffer.by_itself or (self.by_bucket and (buffer.upcast or self.alone.wants(buffer)))
 
     def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""

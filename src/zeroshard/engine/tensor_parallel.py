@@ -31,6 +31,23 @@ class TensorParallel:
 
     axis: str = ""  # of the data
     cuts: dict[int, int] = field(default_factory=dict)
+    mesh: Any = None  # of the tensor axis
+    made: Callable[[torch.Tensor, int], Any] | None = None  # makes the DTensor of a part, cut on a dimension
+
+    def assembled(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """Gather a tensor of which each tensor rank has a part, cut on dimension `dim`, on all of them.
+
+        On the mesh's device, and back to where the part is. By torch's own collective, as in forwards: a rank that is
+        lost meanwhile ends the others by the backend's time-out.
+        """
+        assert self.made is not None
+        whole: torch.Tensor = self.made(part.detach().to(self.mesh.device_type).contiguous(), dim).full_tensor()
+        return whole.to(part.device).contiguous()
+
+    def own(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of a tensor, as a view."""
+        size = whole.shape[dim] // self.mesh.size()
+        return whole.narrow(dim, self.mesh.get_local_rank() * size, size)
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -96,7 +113,7 @@ def replace_dtensors(
 ) -> TensorParallel:
     """Put plain parameters in the place of all DTensors. `undo.Before` can put these back."""
     local: dict[int, Placed] = {}
-    cuts: dict[int, int] = {}
+    found = TensorParallel(axis, mesh=mesh)
     for _, param in _named(model):
         own = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
         own.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
@@ -105,7 +122,8 @@ def replace_dtensors(
         local[id(param)] = own, functools.partial(type(param).from_local, **placed)
         (placement,) = param.placements
         if not placement.is_replicate() and mesh.size() > 1:
-            cuts[id(own)] = placement.dim
+            found.cuts[id(own)] = placement.dim
+            found.made = functools.partial(_made, type(param), mesh, type(placement))
     for module in model.modules():
         mine = {key: local[id(param)] for key, param in module._parameters.items() if id(param) in local}
         module._parameters.update({key: own for key, (own, _) in mine.items()})
@@ -120,7 +138,11 @@ def replace_dtensors(
             optimizer.state[local[id(param)][0]] = {
                 key: value.to_local() if is_dtensor(value) else value for key, value in kept.items()
             }
-    return TensorParallel(axis, cuts)
+    return found
+
+
+def _made(kind: Any, mesh: Any, shard: Callable[[int], Any], part: torch.Tensor, dim: int) -> Any:
+    return kind.from_local(part, device_mesh=mesh, placements=[shard(dim)], run_check=False)
 
 
 def _forward(forward: Callable[..., Any], module: nn.Module, mine: dict[str, Placed], *args: Any, **kwargs: Any) -> Any:

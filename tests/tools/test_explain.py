@@ -29,6 +29,7 @@ from zeroshard.planner import predict_states
 from zeroshard.stage import STAGES
 
 WEB = Path(__file__).parents[2] / "web"
+DIGEST = r"\b[0-9a-f]{32}\b"
 PLACEHOLDER = f"<!doctype html><title>t</title>{document.PLACE}<script>start()</script>"
 
 
@@ -96,6 +97,8 @@ def assert_close(got, want, path: str) -> None:
             assert_close(one, other, f"{path}[{at}]")
     elif isinstance(want, float):
         assert got == pytest.approx(want, rel=2**-7, abs=2**-12), path
+    elif isinstance(want, str):  # a checkpoint's digests are of its last bits too
+        assert re.sub(DIGEST, "", got) == re.sub(DIGEST, "", want), path
     else:
         assert got == want, path
 

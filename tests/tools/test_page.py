@@ -1175,6 +1175,53 @@ def test_a_thousand_tensors_play_smoothly(opened):
     assert before < 1500 and abs(page.evaluate(count) - before) < 200
 
 
+def told_by(page, beat):
+    """The page shows the beat: its ranks, messages word for word, and folders as they were recorded."""
+    page.wait_for_selector(f'[data-beat="{beat["key"]}"]')
+    assert page.locator("[data-state]").evaluate_all("all => all.map(each => each.dataset.state)") == beat["states"]
+    said = beat.get("said", [])
+    assert page.locator("[data-said] pre").all_text_contents() == [each["text"] for each in said]
+    folders = page.locator("[data-checkpoint]").evaluate_all("all => all.map(each => each.dataset.checkpoint)")
+    assert folders == [each["name"] for each in beat["files"]]
+
+
+def test_faults_are_caused_by_a_button_and_go_on_by_keys(opened, walk):
+    """Pressed, a fault plays from its beginning; space stops it, arrows go through it, to equal losses at the end."""
+    page = opened("walkthroughs", "#faults")
+    for kind, button in (("flip", "Flip a bit"), ("change", "Change N"), ("kill", "Kill a rank")):
+        page.get_by_role("button", name=button).click()
+        page.get_by_label("Pause").click()
+        page.locator("main").focus()
+        story = next(each for each in walk["faults"]["stories"] if each["kind"] == kind)
+        assert page.locator("[data-fault]").get_attribute("data-fault") == f"{kind}:{story['name']}"
+        for number, beat in enumerate(story["beats"]):
+            if number:
+                page.keyboard.press("ArrowRight")
+            told_by(page, beat)
+        assert page.get_by_label("Next", exact=True).is_disabled()
+        marks = page.locator("[data-line='2'] b").all_inner_texts()
+        assert marks == ["="] * len(story["lines"][1]["losses"])
+        page.keyboard.press("Space")
+        page.get_by_label("Pause").click()
+
+
+@pytest.mark.full
+def test_every_fault_shows_what_was_recorded(opened, walk):
+    page = opened("walkthroughs", "#faults", reduced=True)
+    for story in walk["faults"]["stories"]:
+        for number, beat in enumerate(story["beats"]):
+            view = f"#faults?fault={story['kind']}&which={story['name']}&beat={number}"
+            page.evaluate("hash => { location.hash = hash }", view)
+            page.wait_for_selector(f'[data-fault="{story["kind"]}:{story["name"]}"][data-beat="{beat["key"]}"]')
+            told_by(page, beat)
+            for rank, read in enumerate(beat.get("reads", [])):
+                for name, spans in read["files"].items():
+                    titles = page.locator(f'[data-read="{rank}:{name}"] i').evaluate_all(
+                        "all => all.map(each => each.title)"
+                    )
+                    assert titles == [f"bytes {start:,} to {stop - 1:,}" for start, stop in spans]
+
+
 def test_names_are_text_whatever_they_say(opened):
     run = fixture("hostile")["run"]
     page = opened("hostile")
@@ -1210,6 +1257,9 @@ VIEWS = [
         "layers",
         "runs",
         "runs?of=experts",
+        "faults?beat=2",
+        "faults?fault=flip&beat=1",
+        "faults?fault=change&which=2-1&beat=2",
         "calculator",
         "texts",
     )

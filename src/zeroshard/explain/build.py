@@ -49,7 +49,7 @@ def assemble(
     import torch
 
     from ..planner.texts import text
-    from . import overview, played260, profile, walk4, walk260, walk_layers, walk_runs
+    from . import faults260, overview, played260, profile, walk4, walk260, walk_layers, walk_runs
 
     read, four, eight = json.loads(
         json.dumps([ranks, four, eight])
@@ -70,6 +70,7 @@ def assemble(
         "layers": walk_layers.assemble(of["layers"])
         | {"profile": profile.assemble([rank["profile"] for rank in four])},
         "runs": walk_runs.assemble([rank["runs"] for rank in four]),
+        "faults": faults260.record(),
         "overview": overview.assemble(transformer, of["transformer"]),
         "texts": {letter: text(letter).json() for letter in "ABCDE"},
     }

@@ -460,7 +460,49 @@ export interface ShownRun {
   run: Run;
 }
 
+/** Recorded faults: what the engine did when a rank was killed, a bit flipped, or the number of ranks changed. */
+export interface Faults {
+  ranks: number;
+  stage: number;
+  steps: number;
+  every: number;
+  micro_batches: number;
+  losses: number[][];
+  stories: FaultStory[];
+}
+export interface FaultStory {
+  kind: 'kill' | 'flip' | 'change';
+  name: string;
+  label: string;
+  lines: { ranks: number; first: number; losses: number[][] }[];
+  beats: FaultBeat[];
+}
+export interface FaultBeat {
+  key: string;
+  short: string;
+  title: string;
+  says: string;
+  states: ('works' | 'gone' | 'raised')[];
+  shown: number[];
+  files: { name: string; beside: boolean; files: Record<string, number>; manifest: boolean }[];
+  said?: { who: string; ranks: number[]; text: string; code?: number }[];
+  flip?: Flip;
+  reads?: { files: Record<string, [start: number, stop: number][]>; states: Record<string, number> }[];
+}
+export interface Flip {
+  checkpoint: string;
+  file: string;
+  nbytes: number;
+  at: number;
+  bit: number;
+  bytes: [before: number, after: number];
+  tensor: { name: string; state: string; element: number } | null;
+  was: number | null;
+  becomes: number | null;
+}
+
 export interface Walkthroughs {
+  faults: Faults;
   runs: ShownRun[];
   transformer: Transformer;
   four: FourWeights;

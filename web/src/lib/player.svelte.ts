@@ -19,8 +19,11 @@ export class Player {
   #frame = 0;
   #begun = 0;
   #begins = true;
+  #pace: number;
 
-  constructor(at: () => number, last: () => number, go: (at: number) => void) {
+  /** pace: milliseconds of one beat at speed 1. */
+  constructor(at: () => number, last: () => number, go: (at: number) => void, pace = BEAT) {
+    this.#pace = pace;
     this.#at = at;
     this.#last = last;
     this.#go = go;
@@ -67,7 +70,7 @@ export class Player {
   #tick(now: number): void {
     if (this.#begins) this.#begun = now;
     this.#begins = false;
-    const part = ((now - this.#begun) * this.speed) / BEAT;
+    const part = ((now - this.#begun) * this.speed) / this.#pace;
     this.progress = still.matches ? 1 : Math.min(part / FLIGHT, 1);
     if (part < 1 && (this.playing || this.progress < 1))
       this.#frame = requestAnimationFrame((next) => this.#tick(next));

@@ -40,7 +40,7 @@ export function stops({ played }: Transformer): Stop[] {
   return [
     {
       title: 'Everything twice',
-      says: `Stage 0 is plain data parallelism: each rank has all parameters, gradients, masters, m and v. That is ${integer(zero)} bytes on each rank.`,
+      says: `Stage 0 is plain data parallelism: each rank has all parameters, gradients, masters, m and v. That is ${integer(zero)} bytes on each rank, and 4 for each tensor’s step counter.`,
       ...at(0, 'start'),
     },
     {
@@ -109,7 +109,7 @@ export function stops({ played }: Transformer): Stop[] {
     },
     {
       title: 'More ranks, less on each',
-      says: `Eight ranks at stage 3: ${integer(eight[3].nbytes)} bytes on each, where two ranks have ${integer(three)}. Now play freely: choose the stage, the cut and the ranks.`,
+      says: `Eight ranks at stage 3: ${integer(eight[3].nbytes)} bytes on each, where two ranks have ${integer(three)}: an eighth of everything, and the padding of layers that 8 does not divide. Stages 0 to 2 send the model about twice in a step, stage 3 three times. Now play freely: choose the stage, the cut and the ranks.`,
       ...at(3, 'start', 8),
     },
   ];

@@ -50,7 +50,8 @@ def test_links_lead_somewhere(page):
 def test_no_line_of_prose_is_wide(page):
     """At most 132 columns, but for rows of tables and what is in code blocks."""
     prose = re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert [line for line in prose.splitlines() if len(line) > 132 and not line.lstrip().startswith(("|", "<"))] == []
+    wide = [line for line in prose.splitlines() if len(line) > 132 and not line.lstrip().startswith(("|", "<"))]
+    assert wide == [], f"break these lines of {page.name} at 132 columns"
 
 
 def test_the_first_screen_differs_from_plain_torch_by_one_line():

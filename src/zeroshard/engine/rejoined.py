@@ -34,8 +34,9 @@ def states_of_elements(optimizer: torch.optim.Optimizer) -> set[str]:
     others: of these no rank could keep a part."""
     found: dict[str, Any] = {}
     for group in optimizer.param_groups:
+        device = next((param.device for param in group["params"]), torch.device("cpu"))
         try:
-            found |= fresh_states(optimizer, group, nn.Parameter(torch.zeros(_PROBE)))
+            found |= fresh_states(optimizer, group, nn.Parameter(torch.zeros(_PROBE, device=device)))
         except Exception as error:
             raise UserError(
                 "an optimizer of whole tensors could not be asked what it keeps of a matrix that a rank has a part of",

@@ -34,13 +34,13 @@ STAGES = (0, 1, 2, 3)
 class Held:
     """One rank of one tree."""
 
-    def __init__(self, tree: str, stage: int, size: str, low: bool) -> None:
+    def __init__(self, tree: str, backend: str, size: str, low: bool) -> None:
         import zeroshard
 
         assert Path(zeroshard.__file__).is_relative_to(tree), zeroshard.__file__
         self.size = SIZES[size]
         torch.manual_seed(0)
-        self._train = backends.load(f"zeroshard {stage}")(GPT(self.size), low=low)
+        self._train = backends.load(backend)(GPT(self.size), low=low)
         self._steps = 0
 
     def steps(self, count: int) -> list[tuple[float, float, float]]:
@@ -61,10 +61,10 @@ class Held:
 def measure(old: Path, stage: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """One row for each set of ranks."""
     own, trees = [*sys.path], {"old": old, "new": HERE, "new again": HERE}
-    held = {}
+    held, backend = {}, f"zeroshard {stage}" + (", shared memory" if options.transport == "shared" else "")
     for name, tree in trees.items():
         sys.path[:] = [str(tree / "src"), *own]  # a new process takes it over
-        held[name] = Ranks(2, Held, str(tree), stage, options.size, options.dtype == "bf16", bound=True)
+        held[name] = Ranks(2, Held, str(tree), backend, options.size, options.dtype == "bf16", bound=True)
     sys.path[:] = own
     steps: dict[str, list[float]] = {name: [] for name in trees}
     cpu: dict[str, list[float]] = {name: [] for name in trees}
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("old", type=Path, help="a work tree of the commit to compare with")
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--transport", choices=["gloo", "shared"], default="gloo")
     parser.add_argument("--stages", nargs="+", type=int, default=[*STAGES])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, default=3, help="timed steps of a tree in a round")
@@ -114,11 +115,12 @@ def main() -> None:
     notes = [
         f"old: commit {facts['old']}; new: {facts['new']}.",
         f"{options.rounds} interleaved rounds of {options.steps} timed steps: ratios of medians over all of them.",
-        "gloo, one thread per rank, every rank bound to one core. losses: of all steps, against the old tree's.",
+        f"{options.transport}, one thread per rank, every rank bound to one core. losses: of all steps, against the "
+        "old tree's.",
     ]
     for stage in options.stages:
         rows += measure(old, stage, options)
-        report.write(options.out, "trees", facts, rows, notes)
+        report.write(options.out, "trees" if options.transport == "gloo" else "trees-shared", facts, rows, notes)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ def build(
     optimizers = optimizers_of(model, muon=muon)
     dtype = torch.bfloat16 if low else None
     precision = zeroshard.Precision(param_dtype=dtype, grad_dtype=dtype if low_gradients else None, **(formats or {}))
-    comm = zeroshard.Comm(replicas=replicas, optimizer=over, hosts=hosts, transport=transport)
+    # An older tree, which `bench.trees` compares with, has no hosts.
+    more = {} if hosts == 1 else {"hosts": hosts}
+    comm = zeroshard.Comm(replicas=replicas, optimizer=over, transport=transport, **more)
     offload = zeroshard.Offload(parameters="shared") if once else zeroshard.Offload()
     zeroshard.shard(model, optimizers, stage=stage, precision=precision, comm=comm, offload=offload)
     return plain(model, *optimizers)

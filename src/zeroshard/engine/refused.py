@@ -287,3 +287,14 @@ def refuse_beside_tensors(layout: Layout, comm: Comm) -> None:
             f"optimizer={comm.optimizer!r}, and DTensors",
             instead='Layout() without along=, Comm(group=mesh["dp"]) without replicas=, hosts= and optimizer=',
         )
+
+
+def rejoined_in_backward(optimizer: str, name: str) -> UserError:
+    """Make the error for an optimizer of whole tensors that is to update in backward, beside tensor parallelism."""
+    return UserError(
+        "an optimizer of whole tensors gathers them on the tensor axis, on which backward sends too: in backward ranks "
+        "could do so in different orders",
+        where=f"{optimizer}, parameter {name!r} is cut by tensor parallelism",
+        got="optimizer_in_backward=True",
+        instead="leave it out",
+    )

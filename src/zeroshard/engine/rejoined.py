@@ -23,6 +23,7 @@ from .accepted import block_of, by_bucket, updated
 from .buffer import Buffer
 from .fragment import Fragment, fresh_states
 from .optim import Binding
+from .refused import rejoined_in_backward
 from .tensor_parallel import TensorParallel
 
 _PROBE = (5, 7)  # sides of a matrix that shows which states an optimizer keeps: no two states are alike by chance
@@ -160,13 +161,7 @@ class _Manifest(Feature):
         for optimizer in optimizers if assembly.asked.in_backward else ():
             found = [cut[id(param)] for param in updated(optimizer) if id(param) in cut]
             if found and _takes_whole(optimizer):
-                raise UserError(
-                    "an optimizer of whole tensors gathers them on the tensor axis, on which backward sends too: in "
-                    "backward ranks could do so in different orders",
-                    where=f"{type(optimizer).__name__}, parameter {found[0]!r} is cut by tensor parallelism",
-                    got="optimizer_in_backward=True",
-                    instead="leave it out",
-                )
+                raise rejoined_in_backward(type(optimizer).__name__, found[0])
 
     def ready(self, engine: Any) -> None:
         for binding in engine.bindings if engine.tensors.made is not None else ():

@@ -48,6 +48,7 @@ class Relay(Delivery):
         """
         super().__init__(running, average)
         seat, self.team, self.bucket = team.seat, team, bucket
+        self.column: Column = team.column
         self.first, self.last = seat.replica == 0, seat.replica == seat.replicas - 1
         if not self.first:
             self.start = running
@@ -75,15 +76,14 @@ class Relay(Delivery):
         """Launch the receive of what the replicas before this one have summed up."""
         if self._receives:
             self._receives = False
-            self.came = self._work(self.team.column.hand_on(self.running, self.team.seat.replica - 1))
+            self.came = self._work(self.column.hand_on(self.running, self.team.seat.replica - 1))
 
     def send(self) -> None:
         """Send `running` on, with this replica's contributions in it; or, on the last replica, `average` to all."""
         if self._handed_on:
             return
         self._handed_on = True
-        team = self.team
-        sent = self._give() if self.last else team.column.hand_on(self.running, team.seat.replica)
+        sent = self._give() if self.last else self.column.hand_on(self.running, self.team.seat.replica)
         self.back = self._work([*self._average(), *sent], self._event)
 
     def _average(self) -> list[Any]:
@@ -91,7 +91,7 @@ class Relay(Delivery):
 
     def _give(self) -> list[Any]:
         """Launch what brings the average from the last replica."""
-        return [*self.team.column.hand_back(self.average)]
+        return self.column.hand_back(self.average)
 
     def _work(self, handles: list[Any], event: Event | None = None) -> Work:
         return Work(handles, event, lambda handle: self.team.wait("relay", self.bucket.index, handle))
@@ -139,7 +139,7 @@ class RelayOfParts(Relay):
     def _give(self) -> list[Any]:
         if self.team.queued:  # else it comes late enough: no average does before the first replica has all parts
             self._work(self._collecting).wait()
-        return [*self.team.column.exchange(self._whole, self.average, self._numels, out=True)]
+        return self.column.exchange(self._whole, self.average, self._numels, out=True)
 
 
 def _bytes(tensor: Tensor) -> int:

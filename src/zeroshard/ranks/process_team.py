@@ -33,7 +33,7 @@ class ProcessTeam(Team):
     ) -> None:
         """streams: of gathers and of reductions. shared: the same, where these go through memory."""
         super().__init__(ledger, device, sits, shares=bool(shared))
-        self.link = self._link = link
+        self.link = link
         self.queued = link.groups.queued
         self._gathers, self._reductions = streams
         self.gathering = [streams[0], *shared[:1]]
@@ -53,7 +53,7 @@ class ProcessTeam(Team):
             return []
         if self.memory is not None:
             return self.memory.gather(full, bucket, state)
-        raw, link, stream = full.view(torch.uint8), self._link, self._gathers
+        raw, link, stream = full.view(torch.uint8), self.link, self._gathers
         cuts = [bound * full.itemsize for bound in bucket.bounds]
         if self.queued and len({high - low for low, high in pairwise(cuts)}) == 1:
             own = raw[cuts[self.position] : cuts[self.position + 1]]
@@ -87,7 +87,7 @@ class ProcessTeam(Team):
             return []
         if self.memory is not None:
             return self.memory.reduce(send, bucket)
-        what, link = ("reduce", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
+        what, link = ("reduce", self.link.engine, bucket.index, dtype_name(send.dtype)), self.link
         return [
             link.launch(self._reductions, what, *self.to_owners(sent, came, bucket))
             for sent, came in self._by_source(send, receive, bucket, sources)
@@ -96,14 +96,14 @@ class ProcessTeam(Team):
     def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
         if self.size == 1:
             return super()._reduce_native(send, receive, bucket)
-        what, link = ("reduce natively", self._link.engine, bucket.index, dtype_name(send.dtype)), self._link
+        what, link = ("reduce natively", self.link.engine, bucket.index, dtype_name(send.dtype)), self.link
         return [link.launch(self._reductions, what, *self.scatter(send, receive, bucket))]
 
     def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
         if self.size == 1:
             return []
         raw = tensor.view(torch.uint8)
-        return [self._link.broadcast(self._gathers, raw, self._global[position], (-1, "", raw.numel()), 0)]
+        return [self.link.broadcast(self._gathers, raw, self._global[position], (-1, "", raw.numel()), 0)]
 
     def wait(self, verb: str, bucket: int | None, handle: Any) -> None:
-        self._link.wait(verb, bucket, handle, queued=self.queued)
+        self.link.wait(verb, bucket, handle, queued=self.queued)

@@ -32,7 +32,7 @@ drawn: install ## nightly, an hour: ranks as threads under schedules and faults 
 slow: install ## an hour or more: what is marked slow, and all combinations of a test's parameters that full leaves out
 	$(BIN)/pytest -m slow -n 3 --dist loadfile
 
-check: install ## format, lint, types, layers, what features cost, public names
+check: install ## format, lint, types, layers, public names
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q tests/test_house.py
 
 docs: install ## the walkthrough, pictures and lists in docs/, the snippets and links of all pages, and the site in site/

@@ -45,14 +45,14 @@ OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them
 
 
 def script(name):
-    """A script of docs/: tree.py has the core's files in reading order, features.py what each feature costs."""
+    """A script of docs/: tree.py has the core's files in reading order, lines.py counts code."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-TREE, FEATURES = script("tree"), script("features")
+TREE, LINES = script("tree"), script("lines")
 ORDER = TREE.ORDER
 
 
@@ -92,7 +92,7 @@ def module_file(name):
 @functools.cache
 def code(path):
     """The numbers of a file's lines that hold code, without comments, blank lines and docstrings; and its syntax tree."""
-    return {*FEATURES.code(path)}, ast.parse(path.read_text())
+    return {*LINES.code(path)}, ast.parse(path.read_text())
 
 
 def test_the_reading_order_names_every_file_of_the_core():
@@ -302,27 +302,6 @@ def test_layout_is_pure():
     """It imports nothing but the standard library and the exceptions."""
     names = {name.split(".")[0] for name in imported(PACKAGE / "layout.py")}
     assert names <= sys.stdlib_module_names | {"zeroshard"}
-
-
-def test_no_feature_is_named_in_more_places():
-    """Nor has what a newcomer reads first more lines, or the package more vague docstrings: docs/decisions/meters.md."""
-    what = "name the feature in its own file only, or raise the number in docs/decisions/meters.md and say why"
-    assert FEATURES.risen() == [], what
-
-
-def test_what_rises_is_said(monkeypatch):
-    rows, meters = FEATURES.measured()
-    assert all(row.core_lines for row in rows.values())  # each pattern finds its feature
-    grown = rows["join"]._replace(core_files=rows["join"].core_files + 1)
-    longer = {"ring A": meters["ring A"] + 1, "docstrings": meters["docstrings"]}
-    monkeypatch.setattr(FEATURES, "allowed", lambda: (rows, meters))
-    monkeypatch.setattr(FEATURES, "measured", lambda: ({**rows, "join": grown, "new": grown}, longer))
-    see = "python docs/features.py --lines 'join'"
-    assert FEATURES.risen() == [
-        f"join: {grown.core_files} core files, {rows['join'].core_files} allowed: {see}",
-        "new: it has no row in docs/decisions/meters.md: python docs/features.py --new",
-        f"ring A: {longer['ring A']:,}, {meters['ring A']:,} allowed in docs/decisions/meters.md",
-    ]
 
 
 LONG = {"plan"}  # functions that say themselves why they are

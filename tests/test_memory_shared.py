@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ from torch import nn
 import ranks as rank_processes
 import reference
 import zeroshard
-from zeroshard import Layout
+from zeroshard import Layout, Offload, Precision
 from zeroshard.errors import UserError
 
 
@@ -168,3 +171,106 @@ def replaced_later(stage, how):
 def test_data_replaced_by_a_view_of_the_model_is_refused(ranks, stage, how):
     """After shard(...) it could not be tied, and would be a copy without a word."""
     ranks.run(2, replaced_later, stage, how)
+
+
+# --- what a program keeps of memory that it replaces -------------------------------------------------------------------
+
+KEEP = {
+    "tensor": (lambda data: data, lambda kept: kept),
+    "flattened": (lambda data: data.view(-1), lambda kept: kept),
+    "of NumPy": (lambda data: data.numpy(), torch.from_numpy),
+    "alias of an alias": (lambda data: data.detach().t(), lambda kept: kept.t()),
+}
+
+
+def swapped(stage, seed, how, within=True, **settings):
+    """Swap drawn parameters' `.data` and bring them back, as the averages of weights do that most repositories copy.
+
+    Asserts at each point that what the program has kept is what it was. Returns the weights after each swap.
+    """
+    drawn = random.Random(seed)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage, **settings) if stage is not None else None
+    swapping = zero.gathered if zero is not None and within else contextlib.nullcontext
+    looking = contextlib.nullcontext if zero is None else zero.gathered
+    keep, back = KEEP[how]
+    kept, seen = {}, []
+
+    def same():
+        for name, (memory, values) in kept.items():
+            assert torch.equal(back(memory).reshape(-1), values.reshape(-1)), name
+
+    for block in range(5):
+        aliases = {}
+        with swapping(), torch.no_grad():
+            for name, param in model.named_parameters():
+                drew = drawn.random()
+                if name in kept and drew < 0.5:
+                    param.data = back(kept.pop(name)[0]).view(param.shape)
+                elif name not in kept and drew < 0.5:
+                    kept[name] = keep(param.data), param.data.clone()
+                    param.data = torch.full_like(param, drawn.random())
+                elif drew > 0.8:
+                    aliases[name] = param.data  # of one that stays: a view of it, also where its neighbours go
+            for alias in aliases.values():
+                alias.mul_(1.25)
+        with looking():
+            seen.append(reference.weights(model))
+        same()
+        if not within:
+            for alias in aliases.values():
+                alias.mul_(1.25)
+        for source in range(2) if zero is None else [zero.rank]:
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * block + source))
+            (model(x.to(model[0].weight.dtype)).float().square().mean() / (2 if zero is None else 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        same()
+    return seen
+
+
+@pytest.mark.row(67)
+@pytest.mark.parametrize("how", KEEP)
+@pytest.mark.parametrize("seed", range(4))
+def test_memory_that_a_program_has_replaced_stays_what_it_was(ranks, stage, how, seed):
+    """`backup[name] = param.data; param.data = other; ...; param.data = backup[name]`, inside gathered(), and outside
+    of it where the parameters are whole on every rank: plain PyTorch's bits, of drawn parameters."""
+    for within in (True, False)[: 1 + (stage < 3)]:
+        want = swapped(None, seed, how, within)
+        for got in ranks.run(2, swapped, stage, seed, how, within):
+            for mine, its in zip(got, want, strict=True):
+                reference.assert_same(mine, its)
+
+
+OTHERS = {
+    "masters": {"precision": Precision(param_dtype=torch.bfloat16)},
+    "split": {"precision": Precision(param_dtype=torch.bfloat16, split_master=True)},
+    "8 bits": {"precision": Precision(fp8=True)},
+    "host": {"offload": Offload(parameters="cpu", gradients="cpu", optimizer="cpu")},
+    "one vector": {"layout": Layout(bounds="model", units=())},
+}
+
+
+@pytest.mark.row(67)
+@pytest.mark.parametrize("other", OTHERS)
+def test_it_stays_in_every_format_and_tier_too(ranks, stage, other):
+    """The same, where parameters rest elsewhere or in another format: the program asserts what it has kept."""
+    for seed in range(2):
+        ranks.run(2, swapped, stage, seed, "tensor", **OTHERS[other])
+
+
+def swapped_in_shared_memory():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=1, offload=Offload(parameters="shared"))
+    with pytest.raises(UserError, match=r"ranks share(?s:.)*'weight'(?s:.)*clone"), zero.gathered():
+        backup = model.weight.data
+        model.weight.data = torch.zeros(8, 8)
+    del backup
+
+
+@pytest.mark.row(67)
+def test_memory_that_ranks_share_cannot_be_left_to_one_program(ranks):
+    ranks.run(2, swapped_in_shared_memory)

@@ -158,6 +158,9 @@ class Engine:
                 unit.module.register_state_dict_pre_hook(weak(self._refuse_mixture))
         for binding in self.bindings:
             binding.states.count()
+        for buffer in self.buffers:
+            if buffer.resident:
+                buffer.gathered.note_holders()
         # The hooks hold the engine weakly; the model keeps it alive.
         object.__setattr__(model, "_zeroshard_engine", self)
 
@@ -250,6 +253,11 @@ class Engine:
     def notice(self, *, replaced: bool = False) -> bool:
         noticed = [binding.notice(replaced=replaced) for binding in self.bindings]  # all of them look
         return any(noticed)
+
+    def moved(self, buffer: Buffer) -> None:
+        """Have optimizers' fragments lie where a bucket's parameters rest now."""
+        for binding in self.bindings:
+            binding.retarget(buffer)
 
     def refuse_within(self) -> None:
         """Refuse to begin inside a collective operation or a step: a signal's handler may call anything anywhere."""
@@ -372,7 +380,7 @@ class Engine:
         seen_to = {index for feature in features() for index in feature.leaving(units, write_from)}
         buffers = (buffer for unit in units for buffer in unit.buffers)
         for buffer in (buffer for buffer in buffers if buffer.bucket.index not in seen_to):
-            buffer.gathered.rebind()
+            buffer.rebind()
             if write_from is not None:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
                 self.group.give_all(buffer.full, buffer.bucket, write_from)
@@ -418,7 +426,7 @@ class Engine:
             wait_for_all_saves(self.group)
         for buffer in self.buffers:
             buffer.land()
-            buffer.gathered.rebind()
+            buffer.rebind()
             if weights and (buffer.resident or buffer.ready):
                 buffer.edits.follow()
         if what != "loading":

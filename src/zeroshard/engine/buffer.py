@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..device import TO_THE_HOST, given, users
+from ..errors import UserError
 from ..events import ends
 from ..features import first
 from ..layout import Bucket, Slot
@@ -42,6 +43,9 @@ class Gatherer(Protocol):
 
     def fetch(self, buffer: Buffer) -> None:
         """Gather a bucket of which autograd needs a saved weight."""
+
+    def moved(self, buffer: Buffer) -> None:
+        """Have optimizers' fragments lie where the bucket's parameters rest now."""
 
 
 class Place:
@@ -370,6 +374,40 @@ class Buffer:
         nbytes = self.gathered.nbytes
         ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=nbytes))
         return True
+
+    # --- replaced by the user -----------------------------------------------------------------------------------------
+
+    def rebind(self) -> None:
+        """Copy what the program has set as `.data` of parameters into the bucket, and make them views of it again.
+
+        Raises `UserError` for data of another kind, and where the program keeps memory that must be overwritten.
+        """
+        if not (replaced := self.gathered.replaced()):
+            return
+        if not self.gathered.kept(replaced):
+            self.gathered.rebind(replaced)
+        elif self.resident:
+            self._move_resident(replaced)
+        else:
+            old, name = self.full, self.gathered.counted
+            self._saved.forget(self)
+            self.gathered.move(self.tier.reserve(name, self.bucket.numel, self.dtype, zeroed=False), replaced)
+            self._saved.watch(self)
+            self.tier.leave(name, old)
+
+    def _move_resident(self, replaced: Sequence[int]) -> None:
+        old, tier = self.full, self.tiers["parameters"]
+        if tier is not self.tier:
+            raise UserError(
+                "a parameter's data was replaced, and the program keeps the memory that it had, which ranks share",
+                where=f"parameter {self.bucket.slots[replaced[0]].name!r}, rank {self.group.rank}",
+                instead="keep param.data.clone() before param.data = ...",
+            )
+        rest = tier.rest("parameters", self.bucket.index, self.bucket.numel, self.dtype)
+        self.gathered.move(rest.tensor, replaced)
+        self.parameters.rest = rest
+        self.tier.leave("parameters", old)
+        self.reader.moved(self)
 
     # --- new weights ------------------------------------------------------------------------------------------------
 

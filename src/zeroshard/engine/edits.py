@@ -91,13 +91,13 @@ class Edits:
 
     def take_back_to_masters(self, *, asked: bool) -> bool:
         """Copy edits of the gathered copy to the masters, which are all that rests. Returns if there were any."""
-        self._buffer.gathered.rebind()
+        self._buffer.rebind()
         return self.reseed(self._buffer.mine, asked=asked)
 
     def take_back(self, *, asked: bool) -> bool:
         """Copy edits of the gathered copy to parameters that rest in the same format. Returns if there were any."""
         buffer, parameters = self._buffer, self._buffer.parameters
-        buffer.gathered.rebind()
+        buffer.rebind()
         try:
             silent = not asked and self._silent and not parameters.on_demand
             if not silent and parameters.rest.same_as(buffer.mine):

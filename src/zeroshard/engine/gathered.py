@@ -15,24 +15,30 @@ views of it, releasing gives it back for others to write to. Hence only when not
 itself, also those in C++, where every graph holds its leaves). Memory kept for that reason counts as not gathered: the
 next use gathers again, into the same place.
 
+Note *the program keeps what it has replaced*: after `old = param.data; param.data = other` plain PyTorch leaves `old`
+as it is, so that `param.data = old` brings it back. Our parameters lie in one memory, where a copy of `other` would
+overwrite `old`. So if anything may hold that memory, the bucket moves to new memory and leaves the old one to it.
+
 Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
 point at `placeholder` while released; the guard answers for their strides.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
+import gc
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..layout import Bucket
+from ..layout import Bucket, slot_at
 from ..numerics import simulated
 from ..tiers.tier import DeviceTier
 from .guard import flip, unflip
@@ -129,7 +135,7 @@ class Gathered:
         self.views: list[Tensor]  # the parameters in `full`
         self.strides = [torch.empty(slot.shape, device="meta").stride() for slot in bucket.slots]
         self.nbytes = bucket.numel * dtype.itemsize
-        self._counted = "gather"  # what the ledger calls the memory
+        self.counted = "gather"  # what the ledger calls the memory
         self._references: list[int] = []
         self._uses = 0
 
@@ -176,17 +182,17 @@ class Gathered:
 
     def take_memory(self, *, ahead: bool) -> None:
         """Take memory to gather into. ahead: it counts as prefetched until it is used."""
-        before, self._counted = self._counted, "prefetch" if ahead else "gather"
+        before, self.counted = self.counted, "prefetch" if ahead else "gather"
         if self.views is self._shapes:
-            self._lie_in(self.tier.reserve(self._counted, self.bucket.numel, self.dtype, zeroed=False))
+            self._lie_in(self.tier.reserve(self.counted, self.bucket.numel, self.dtype, zeroed=False))
         else:  # an exception ended a gather after it took this, or a release: some parameters may lie elsewhere
             self._point(self.views)
-            self.tier.ledger.rename(before, self._counted, self.nbytes)
+            self.tier.ledger.rename(before, self.counted, self.nbytes)
         self.note_holders()
 
     def note_holders(self) -> None:
         # Counted while nothing is gathered: references that exist now are from before any use of the weights.
-        self._uses = torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
+        self._uses = self._holders()
         self._references = _references(self.params)
 
     def arriving(self) -> None:
@@ -221,17 +227,21 @@ class Gathered:
 
     def claim(self) -> None:
         """Count prefetched memory as gathered from now on, because it is used."""
-        if self._counted == "prefetch":
-            self._counted = "gather"
+        if self.counted == "prefetch":
+            self.counted = "gather"
             if not self.released:
                 self.tier.ledger.rename("prefetch", "gather", self.nbytes)
 
     def held(self) -> bool:
         """Tell if anything but the engine holds the memory, or a parameter that points at it."""
-        if torch._C._storage_Use_Count(self.full.untyped_storage()._cdata) > self._uses:
+        if self._holders() > self._uses:
             return True
         references = _references(self.params)
         return references != self._references and any(map(operator.gt, references, self._references))
+
+    def _holders(self) -> int:
+        """Count the tensors that lie in the memory, also those in C++."""
+        return torch._C._storage_Use_Count(self.full.untyped_storage()._cdata)
 
     def in_graphs(self) -> bool:
         """Tell if C++ holds a parameter beside Python, as a graph does."""
@@ -244,38 +254,88 @@ class Gathered:
         self._point(self._absent)
         self._placeholder.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
         full, self.full, self.views = self.full, self._placeholder.view(self.dtype)[:1], self._shapes
-        self.tier.give_back(self._counted, full)  # last: whoever has it next must not share it with these
+        self.tier.give_back(self.counted, full)  # last: whoever has it next must not share it with these
 
     # --- replaced by the user ---------------------------------------------------------------------------------------
 
-    def rebind(self) -> None:
-        """Copy a replaced `.data` into the parameter's slot, and make the parameter a view of it again.
+    def replaced(self) -> list[int]:
+        """Return the slots whose parameter's `.data` the program has set to memory of its own.
 
         Raises `UserError` for data of another kind, or in the memory of the model's own weights.
         """
+        found: list[int] = []
         if self.released or simulated(self.full):
-            return
+            return found
         with torch._C.DisableTorchFunctionSubclass():
-            for param, view, slot in zip(self.params, self.views, self.bucket.slots, strict=True):
-                if param.data_ptr() == view.data_ptr() and param.is_contiguous():
-                    continue
-                data = param.data
-                memory = data.untyped_storage().data_ptr()
-                if any(memory == each.full.untyped_storage().data_ptr() for each in self.of_model):
-                    raise UserError(
-                        "a sharded parameter's data was replaced by the memory of the model's own weights",
-                        where=f"parameter {slot.name!r}",
-                        expected="memory of its own",
-                        got=f"a view of {tuple(data.shape)} elements of a sharded parameter",
-                        instead="param.copy_(...) under torch.no_grad(), or tie the parameters before shard(...)",
-                    )
-                if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
-                    raise UserError(
-                        "a sharded parameter's data was replaced by something of another kind",
-                        where=f"parameter {slot.name!r}",
-                        expected=f"{slot.shape} {self.dtype} on {self.full.device}",
-                        got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
-                        instead="convert or move the model before zeroshard.shard(...), or pass precision= and device=",
-                    )
-                view.copy_(data)
+            for index, (param, view) in enumerate(zip(self.params, self.views, strict=True)):
+                if param.data_ptr() != view.data_ptr() or not param.is_contiguous():
+                    self._check_replaced(index, param.data)
+                    found.append(index)
+        if not found:  # fewer than noted where an optimizer has let fragments go
+            self._uses = min(self._uses, self._holders())
+        return found
+
+    def _check_replaced(self, index: int, data: Tensor) -> None:
+        slot = self.bucket.slots[index]
+        memory = data.untyped_storage().data_ptr()
+        if any(memory == each.full.untyped_storage().data_ptr() for each in self.of_model):
+            raise UserError(
+                "a sharded parameter's data was replaced by the memory of the model's own weights",
+                where=f"parameter {slot.name!r}",
+                expected="memory of its own",
+                got=f"a view of {tuple(data.shape)} elements of a sharded parameter",
+                instead="param.copy_(...) under torch.no_grad(), or tie the parameters before shard(...)",
+            )
+        if data.shape != slot.shape or data.dtype != self.dtype or data.device != self.full.device:
+            raise UserError(
+                "a sharded parameter's data was replaced by something of another kind",
+                where=f"parameter {slot.name!r}",
+                expected=f"{slot.shape} {self.dtype} on {self.full.device}",
+                got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
+                instead="convert or move the model before zeroshard.shard(...), or pass precision= and device=",
+            )
+
+    def kept(self, replaced: Sequence[int]) -> bool:
+        """Tell if the program may hold the memory that it has replaced: `backup[name] = param.data`, say."""
+        return self._holders() > self._uses - len(replaced)
+
+    def rebind(self, replaced: Sequence[int]) -> None:
+        """Copy the replaced `.data` of these slots into the bucket, and make the parameters views of it again."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for index in replaced:
+                param, view = self.params[index], self.views[index]
+                view.copy_(param.data)
                 param.data = view
+
+    def move(self, full: Tensor, replaced: Sequence[int]) -> None:
+        """Have the bucket lie in `full` from now on, 1-D, with the same weights; `replaced` as in `rebind`.
+
+        What the program keeps of the old memory stays what it is, but for views of parameters that it has not
+        replaced: those are views of them still. Note *the program keeps what it has replaced*.
+        """
+        full.copy_(self.full)
+        old = self.full.untyped_storage()
+        self.full, self.views = full, self._views_of(full)
+        with torch._C.DisableTorchFunctionSubclass():
+            for index, param in enumerate(self.params):
+                if index not in replaced:
+                    param.data = self.views[index]
+        self.rebind(replaced)
+        for tensor in _tensors_in(old):
+            self._follow(tensor, replaced)
+
+    def _follow(self, tensor: Tensor, replaced: Sequence[int]) -> None:
+        """Have a tensor in the old memory lie in the new one, if it is of a parameter that was not replaced."""
+        index = slot_at([slot.start for slot in self.bucket.slots], int(tensor.storage_offset()))
+        if index not in replaced and tensor.dtype == self.dtype and tensor.grad_fn is None:
+            tensor.data = self.full.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _tensors_in(storage: torch.UntypedStorage) -> Iterator[Any]:
+    """Return the tensors of Python that lie in this storage. Looks at every object of the process."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in gc.get_objects():
+            if issubclass(type(each), Tensor) and each.layout is torch.strided and each.device == storage.device:
+                with contextlib.suppress(RuntimeError):  # of a subclass without memory of its own
+                    if each.untyped_storage()._cdata == storage._cdata:
+                        yield each

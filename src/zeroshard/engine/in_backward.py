@@ -180,7 +180,7 @@ class InBackward(Subscriber):
         bindings = [binding for binding in self.bindings if _updates(binding, accumulator, having)]
         if bindings:
             buffer.land()
-            buffer.gathered.rebind()
+            buffer.rebind()
             if not buffer.resident and not unit.pinned:  # its weights are not needed any more in this backward
                 buffer.close()
                 buffer.release()

@@ -308,7 +308,7 @@ class Binding(Transaction):
         self.watcher.before_step()
         for buffer in () if any(each.early for each in self.subscribers) else self.buffers:
             buffer.land()
-            buffer.gathered.rebind()
+            buffer.rebind()
             if not self._by_itself(buffer) and buffer.edits.seed_master(asked=False):
                 buffer.changed()
 

@@ -244,7 +244,7 @@ class E4M3(Plain):
         if simulated(buffer.full) or not (buffer.ready and buffer.edits.reachable):
             return False
         buffer.land()
-        buffer.gathered.rebind()
+        buffer.rebind()
         mine, parameters = buffer.mine, buffer.parameters
         if buffer.edits.untouched(mine):
             return False
@@ -316,7 +316,7 @@ def follow_edits(found: list[E4M3], write_from: int | None) -> None:
     """
     for buffer in (codec.buffer for codec in found) if write_from is not None else ():
         assert write_from is not None
-        buffer.gathered.rebind()
+        buffer.rebind()
         buffer.group.give_all(buffer.full, buffer.bucket, write_from)
         if not buffer.placements.optimizer:  # bytes of it may agree where masters do not
             buffer.updating.give_all(write_from)

@@ -65,6 +65,9 @@ class ForwardWatcher(Protocol):
     def steps(self) -> Sequence[Transaction]:
         """Return the steps that may be under way: one for each optimizer."""
 
+    def moved(self, buffer: Buffer) -> None:
+        """Have optimizers' fragments lie where a bucket's parameters rest now."""
+
     def boundary(self) -> None:
         """Run actions that belong between two steps, where all ranks are at the same place."""
 
@@ -317,6 +320,10 @@ class Schedule:
             f", or make {module!r} a unit, which can be called by itself: Layout(units={json.dumps([*units, module])})"
         )
 
+    def moved(self, buffer: Buffer) -> None:
+        """Tell the watcher that a bucket's parameters rest in other memory now."""
+        self.watcher.moved(buffer)
+
     def fetch(self, buffer: Buffer) -> None:
         """Gather a bucket of which autograd needs a saved weight."""
         if in_backward():
@@ -453,6 +460,11 @@ class _WeakSchedule:
         schedule = self._schedule()
         if schedule is not None:
             schedule.touch(buffer, position)
+
+    def moved(self, buffer: Buffer) -> None:
+        schedule = self._schedule()
+        if schedule is not None:
+            schedule.moved(buffer)
 
     @outside
     def fetch(self, buffer: Buffer) -> None:

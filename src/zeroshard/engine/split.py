@@ -252,7 +252,7 @@ def _lost(buffer: Buffer) -> bool | Tensor:
     if not (buffer.resident and isinstance(buffer.codec, SplitOf)) or buffer.codec.follows:
         return False
     buffer.land()
-    buffer.gathered.rebind()
+    buffer.rebind()
     return buffer.edits.differ(buffer.parameters.of(*buffer.updated))
 
 

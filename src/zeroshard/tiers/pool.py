@@ -61,3 +61,7 @@ class Pool:
             self._idle.append(block)
             while sum(map(len, self._idle)) > KEPT:
                 self._idle.pop(0)
+
+    def leave(self, tensor: Tensor) -> None:
+        """Forget a tensor's memory: it goes when nothing refers to the tensor any more."""
+        self._used.pop(tensor.data_ptr(), None)

@@ -244,6 +244,12 @@ class DeviceTier(Tier, Memory[Tensor]):
         if self._pool:
             self._pool.give_back(tensor)
 
+    def leave(self, state: str, tensor: Tensor) -> None:
+        """Stop counting a tensor, and leave its memory to the program, which keeps it."""
+        self.ledger.hold(state, -tensor.numel() * tensor.itemsize)
+        if self._pool:
+            self._pool.leave(tensor)
+
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         return OnDevice(self.reserve(state, numel, dtype))
 

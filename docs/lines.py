@@ -1,4 +1,4 @@
-"""Count lines of code: `python docs/lines.py` prints them for each room of the package, without prose and blank lines."""
+"""Count lines of code, without prose and blank lines: `python docs/lines.py` prints them room by room."""
 
 from __future__ import annotations
 

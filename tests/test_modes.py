@@ -162,6 +162,67 @@ def test_weights_that_two_graphs_of_one_autocast_share_have_plain_torchs_bits():
         reference.assert_same(shared_in_a_graph(stage), reference.weights(model))
 
 
+def beside_a_teacher(stage, student):
+    """Weights of a student (None: of a plain layer) that sees two views under one autocast, a teacher between them."""
+    torch.manual_seed(7)
+    trained, teacher, beside = Net(), Net().requires_grad_(False), torch.nn.Linear(WIDTH, WIDTH)
+    layer = trained if student else beside
+    adam = torch.optim.AdamW(layer.parameters(), lr=0.5, fused=True)
+    if stage is not None:
+        zeroshard.shard(teacher, None, stage=stage, layout=Layout(units=["blocks.*"]))
+        zero = zeroshard.shard(trained, adam if student else None, stage=stage, layout=Layout(units=["blocks.*"]))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        first = layer(x)
+        with torch.no_grad():
+            wanted = teacher(x)
+            assert torch.is_autocast_cache_enabled()
+        (first - wanted).square().sum().add((layer(2 * x) - wanted).square().sum()).backward()
+    adam.step()
+    with contextlib.nullcontext() if stage is None else zero.gathered():
+        return reference.weights(layer)
+
+
+@pytest.mark.parametrize("student", [True, False], ids=["a student", "a plain layer"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_without_grad_leaves_other_models_16_bit_copies(stage, student):
+    """Autocast's cache is the thread's: a frozen sharded teacher between two views of a student, as in DINO, BYOL and
+    distillation, must not have the student's weights cast again."""
+    reference.assert_same(beside_a_teacher(stage, student), beside_a_teacher(None, student))
+
+
+class Energy(nn.Module):
+    """Uses the gradient of its blocks in a forward, which may be without grad outside."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Shared()
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            self.net(x).sum().backward()
+        return x.grad
+
+
+def with_grad_inside(stage):
+    torch.manual_seed(7)
+    model = Energy()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    zero = None if stage is None else zeroshard.shard(model, adam, stage=stage, layout=Layout(units=["net.blocks.*"]))
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        seen = model(x)
+    adam.step()
+    with contextlib.nullcontext() if stage is None else zero.gathered():
+        return {"seen": seen, **reference.weights(model)}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_with_grad_inside_one_without_shares_its_16_bit_copies(stage):
+    reference.assert_same(with_grad_inside(stage), with_grad_inside(None))
+
+
 # --- graphs of a device -------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,7 @@ class Frame:
     inputs: Any = None  # of its call, as a feature that asks for them refers to them
     opened: list[Unit] = dataclasses.field(default_factory=list)
     pushed: bool = False
+    cached: bool | None = None  # did autocast keep casts before it, if it does not inside?
     event: Event | None = None
     profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
 
@@ -70,23 +71,31 @@ class Forward(Transaction):
                 needed.close()
                 if not frame.again and self.releases:
                     needed.release()
-            if not self.grad:
-                self._drop_casts(frame.unit)
+            if frame.cached is not None:
+                torch.set_autocast_cache_enabled(frame.cached)
             if frame.unit is unit:
                 break
         if not self.frames:
             self.call = self.alone = None
         return frame
 
-    def _drop_casts(self, unit: Unit) -> None:
-        """Clear autocast's cache, which keeps a 16-bit copy of each weight until autocast ends, after a forward without
-        grad: the cache is then all that it holds of released weights.
+    def keep_no_casts(self, frame: Frame) -> None:
+        """Have autocast cast released weights anew at each use, in a forward without grad.
 
-        Never in a forward with grad, checkpointed ones included: autograd adds up a weight's gradients in 16 bits at
-        its one copy, so each further copy changes the bits. A graph that waits for its backward may share them, too.
+        Its cache keeps a 16-bit copy of each weight until autocast ends: then without grad it is all that it holds of
+        released weights. It is the thread's and not the model's, so it must not be cleared: autograd adds up a weight's
+        gradients in 16 bits at its one copy, and another model may share copies between two forwards.
+
+        With grad the cache stays on, also in a forward with grad inside one without.
         """
-        if unit.released and not any(each.calls for each in self.units):
-            torch.clear_autocast_cache()
+        before = next((each.cached for each in self.frames if each.cached is not None), None)
+        if torch.is_grad_enabled():
+            keeps = before if before is not None else torch.is_autocast_cache_enabled()
+        else:
+            keeps = torch.is_autocast_cache_enabled() and not frame.unit.released
+        if keeps != (now := torch.is_autocast_cache_enabled()):
+            frame.cached = now
+            torch.set_autocast_cache_enabled(keeps)
 
     def abandon(self) -> None:
         self.unwind(None)

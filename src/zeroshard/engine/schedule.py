@@ -155,6 +155,7 @@ class Schedule:
         # The frame is there before anything is opened: an interrupt may come at any moment.
         frame = Frame(unit, recompute, self.saved.inputs(args, kwargs))
         self.forward.frames.append(frame)
+        self.forward.keep_no_casts(frame)
         for needed in (unit, *unit.borrows):
             self._demand(needed)
             frame.opened.append(needed)

@@ -34,7 +34,7 @@ ORDER = (
     "engine/apart.py", "engine/sums.py", "engine/relay.py", "engine/reduction.py", "engine/script.py",
     "engine/backward.py", "engine/forward.py", "engine/schedule.py",
     "engine/activations.py", "engine/recompute.py", "engine/fragment.py", "engine/averages.py", "engine/alone.py",
-    "engine/options.py",
+    "engine/options.py", "engine/own_collectives.py",
     "engine/hooks.py", "engine/optim.py", "engine/moving.py", "engine/accepted.py", "engine/experts.py",
     "engine/split.py",
     "engine/fused_split.py", "engine/in_backward.py", "engine/tensor_parallel.py",

@@ -11,7 +11,7 @@ import models
 import ranks
 import test_bits
 import zeroshard
-from zeroshard import Comm
+from zeroshard import Comm, Offload, Precision
 
 STEPS = 3
 BACKEND = "aot_eager"  # traces and partitions as inductor does, and needs no C++ compiler
@@ -51,6 +51,45 @@ def train(stage, what, overlap):
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     with zero.gathered():
         return test_bits.reference.weights(model), graphs
+
+
+SETTINGS = {
+    "fp32": {},
+    "bf16": {"precision": Precision(param_dtype=torch.bfloat16, cast_inputs=True)},
+    "host": {"offload": Offload(optimizer="cpu")},
+    "clipped": {},
+}
+
+
+def stepped(stage, setting, compiles):
+    """Weights after steps of `torch.compile(optimizer.step)`, torch's recipe, and the graphs after each step."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = models.build("mlp", sizes=(7, 131, 37, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+    zero = zeroshard.shard(model, optimizer, stage=stage, **SETTINGS[setting])
+    step = torch.compile(optimizer.step, backend=BACKEND) if compiles else optimizer.step
+    graphs = []
+    for at in range(4):
+        models.loss("mlp", model, models.batch("mlp", at, zero.rank)).float().backward()
+        if setting == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        step()
+        optimizer.zero_grad()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    with zero.gathered():
+        return test_bits.reference.weights(model), graphs
+
+
+@pytest.mark.row(63)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_compiled_step_has_the_bits_of_one_that_is_not(stage, setting):
+    """The hooks around the update are not compiled: they talk to ranks. The update is, once: no later step compiles."""
+    for got, want in zip(
+        ranks.run(2, stepped, stage, setting, True), ranks.run(2, stepped, stage, setting, False), strict=True
+    ):
+        test_bits.reference.assert_same(got[0], want[0])
+        assert got[1][1] == got[1][-1], got[1]
 
 
 def check(cases):

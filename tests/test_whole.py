@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import models
@@ -371,3 +372,73 @@ def rows_only():
 
 def test_rows_of_a_tensor_are_not_all_of_it():
     ranks.run(2, rows_only)
+
+
+# --- optimizers that send messages themselves -----------------------------------------------------------------------------
+
+
+class Gathering(torch.optim.Optimizer):
+    """The Muon of one file that many programs have copied: each rank updates every n-th matrix, and all gather them."""
+
+    whole = True
+
+    def __init__(self, params, lr=0.02, sends=None):
+        super().__init__(params, {"lr": lr})
+        self.sends = sends
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+        SENDS[self.sends](self.param_groups[0]["params"][0])
+        return loss
+
+
+SENDS = {
+    None: lambda param: None,
+    "all_gather": lambda param: dist.all_gather([torch.empty_like(param) for _ in range(2)], param),
+    "all_reduce": lambda param: dist.all_reduce(param),
+    "broadcast": lambda param: dist.broadcast(param, 0),
+    "all_gather_into_tensor": lambda param: dist.all_gather_into_tensor(torch.cat([param, param]), param),
+    "send": lambda param: dist.send(param, 1) if dist.get_rank() == 0 else dist.recv(param, 0),
+}
+
+
+def of_its_own(sends, stage, offload, closure):
+    model = models.build("mlp", sizes=(8, 8, 8, 8))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() == 2) is two] for two in (True, False))
+    optimizers = [Gathering(matrices, sends=sends), torch.optim.SGD(vectors, lr=0.1)]
+    zeroshard.shard(model, optimizers, stage=stage, offload=Offload(optimizer=offload))
+
+    def loss():
+        dist.all_reduce(torch.ones(1))  # the program's own: it may send what it likes, also inside a closure
+        found = model(torch.ones(2, 8)).square().mean()
+        found.backward()
+        return found
+
+    if not closure:
+        loss()
+    optimizers[0].step(loss if closure else None)
+    optimizers[1].step()
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("offload", ["device", "cpu"])
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.processes
+@pytest.mark.parametrize("sends", SENDS)
+def test_an_optimizer_that_sends_messages_in_its_step_is_refused_by_name(stage, sends, closure, offload):
+    """At stages 1 to 3 a rank's list has other matrices than its peers': what is gathered would land in the wrong ones."""
+    if closure and offload == "cpu":
+        pytest.skip("a closure and a step by buckets do not go together")
+    if stage == 0 or sends is None:
+        ranks.run(2, of_its_own, sends, stage, offload, closure)
+        return
+    with pytest.raises(ranks.RankFailure, match="calls a collective inside step(?s:.)*Gathering, optimizer 0"):
+        ranks.run(2, of_its_own, sends, stage, offload, closure)

@@ -19,7 +19,7 @@ from .checkpoint.content import ModelState
 from .checkpoint.replicas import check_replicas
 from .checkpoint.saving import Saving, wait_for_all_saves
 from .device import asynchronous
-from .engine.accepted import by_bucket, check_added, check_options
+from .engine.accepted import by_bucket, check_added, check_options, sends
 from .engine.alike import Alike, joined
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
@@ -136,7 +136,9 @@ class Engine:
         parts_of_a_step = self.buffers, self.gradients, self.schedule
         self.bindings: list[Binding] = []
         for number, each in enumerate(optimizers):
-            self.bindings.append(Binding(self, each, number, *parts_of_a_step, by_bucket=by_bucket(each)))
+            watched = self.group.ranks > 1 and bool(self.placements.optimizer) and sends(each)
+            alone = by_bucket(each)
+            self.bindings.append(Binding(self, each, number, *parts_of_a_step, by_bucket=alone, watched=watched))
         for feature in features():
             feature.ready(self)
             if (subscriber := feature.subscriber(self)) is not None:

@@ -132,6 +132,15 @@ def by_bucket(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "elementwise", known))
 
 
+def sends(optimizer: Any) -> bool:
+    """Tell if an optimizer may call collectives inside `step()`: those that are known send nothing."""
+    kind = type(optimizer)
+    return not (
+        kind.__module__.startswith("torch.optim")
+        or kind.__name__ in TOGETHER.get(kind.__module__.partition(".")[0], {})
+    )
+
+
 def check_offload(optimizers: list[Any], offload: Offload) -> None:
     """Refuse optimizers that cannot be stepped bucket by bucket, if states rest off the device."""
     check_by_bucket(optimizers if offload not in (Offload(), Offload(parameters="shared")) else ())

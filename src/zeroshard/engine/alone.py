@@ -13,6 +13,7 @@ from .accumulator import Accumulator
 from .averages import Averages
 from .buffer import Buffer
 from .fragment import Fragment, States
+from .own_collectives import OwnCollectives
 
 
 class Around(Protocol):
@@ -28,11 +29,19 @@ class Around(Protocol):
 class Alone:
     """The way to step one optimizer bucket by bucket."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, states: States, averages: Averages, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        states: States,
+        averages: Averages,
+        ledger: Ledger,
+        watch: OwnCollectives | None,
+    ) -> None:
         self._optimizer = optimizer
         self._states = states
         self._averages = averages
         self._ledger = ledger
+        self._watch = watch
         self.around: Around | None = None
 
     def wants(self, buffer: Buffer) -> bool:
@@ -49,7 +58,8 @@ class Alone:
             self._averages.give(fragments, given)
             step: Any = type(self._optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step
-            with contextlib.nullcontext() if self.around is None else self.around.shown(fragments):
+            watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
+            with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched:
                 step(self._optimizer)
             self._states.replaced(fragments, inside=True)
             for fragment in fragments:

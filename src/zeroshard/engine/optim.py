@@ -30,8 +30,9 @@ from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
 from .options import Options, same
+from .own_collectives import OwnCollectives
 from .publish import publish
-from .schedule import Schedule
+from .schedule import NO_GRAPH, Schedule
 from .transaction import Transaction
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
@@ -66,7 +67,9 @@ class Binding(Transaction):
         schedule: Schedule,
         *,
         by_bucket: bool,
+        watched: bool,
     ) -> None:
+        """by_bucket: may it be stepped one bucket after the other? watched: may it send what must not be sent?"""
         self.watcher = watcher
         self.optimizer = optimizer
         self.number = number
@@ -90,11 +93,15 @@ class Binding(Transaction):
         self._lent = False  # does its closure run, which is the program's?
         self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
         self.states = States(optimizer, number, self.group)
-        self.alone = Alone(optimizer, self.states, self.averages, self.group.ledger)
+        where = f"{type(optimizer).__name__}, optimizer {number}, rank {self.group.rank}"
+        self.watch = OwnCollectives(where, self.running) if watched else None
+        self.alone = Alone(optimizer, self.states, self.averages, self.group.ledger, self.watch)
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
-        stay_last(optimizer, optimizer.register_step_pre_hook(self._before).id)
-        handle = optimizer.register_step_post_hook(self._after)
+        # Not to be compiled: they talk to ranks. `torch.compile(optimizer.step)` compiles the update between them.
+        before, after = (torch.compiler.disable(each, reason=NO_GRAPH) for each in (self._before, self._after))
+        stay_last(optimizer, optimizer.register_step_pre_hook(before).id)
+        handle = optimizer.register_step_post_hook(after)
         # The user's post hooks, also earlier ones, see the updated parameters.
         optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
         optimizer.register_state_dict_pre_hook(functools.partial(refuse_alone, "optimizer.state_dict()"))
@@ -246,6 +253,7 @@ class Binding(Transaction):
             each.step_begun(self.number)
         if at is None:
             self._bind()
+            self._watch()
             return None
         closure = args[at] if isinstance(at, int) else kwargs[at]
 
@@ -257,6 +265,7 @@ class Binding(Transaction):
                         self.alone.write_back(buffer)
                 self._show(self.fragments)
             self._lent = True
+            self._watch(False)
             try:
                 loss = closure(*inner, **options)
             finally:
@@ -264,12 +273,18 @@ class Binding(Transaction):
             with torch.no_grad():
                 self.gradients.keeper.flush()
                 self._bind()
+            self._watch()
             return loss
 
         self.gradients.uncalled.add(self.number)
         if isinstance(at, int):
             return (*args[:at], bound, *args[at + 1 :]), kwargs
         return args, {**kwargs, at: bound}
+
+    def _watch(self, begins: bool = True) -> None:
+        """Begin, or end, to refuse collectives of the optimizer's own."""
+        if self.watch is not None:
+            (self.watch.begin if begins else self.watch.end)()
 
     @property
     def busy(self) -> bool:
@@ -281,6 +296,7 @@ class Binding(Transaction):
     def abandon(self) -> None:
         """Drop a step that an exception ended: it had not begun to update, or all was loaded anew."""
         self.call = self._marks = None
+        self._watch(False)
 
     def _versions(self) -> int:
         """Count the writes so far to all that a step updates: fragments and states."""
@@ -374,6 +390,7 @@ class Binding(Transaction):
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._nested():
             return
+        self._watch(False)
         self._bound_now = False
         replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments)}
         self.edited |= replaced - {buffer.bucket.index for buffer in self._updated}

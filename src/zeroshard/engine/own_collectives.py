@@ -1,0 +1,105 @@
+"""Refuse collectives of an optimizer's own inside `step()`.
+
+Some optimizers are written for replicated parameters: each rank updates every n-th matrix, and gathers the others, as
+the Muon of Keller Jordan that many programs have copied. Beside sharded states each rank's list holds other parameters,
+so what such a step gathers would land in the wrong ones. What zeroshard knows sends nothing; another class is watched.
+
+Only the calls of `torch.distributed` that reach a process group's Python methods are seen, in the step's own thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import UserError
+
+_SENDING = (
+    "allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "_allgather_base", "allgather_coalesced",
+    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced", "gather", "scatter",
+    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter_single",
+    "reduce_scatter_single_coalesced", "alltoall", "alltoall_base", "all_to_all_single", "send", "recv",
+    "recv_anysource",
+)  # fmt: skip
+
+
+_watching: dict[int, OwnCollectives] = {}  # by thread, while it may be inside an optimizer's own update
+_before: list[tuple[type, str, Any]] = []  # what process groups' classes have without the watch
+_lock = threading.Lock()
+
+
+class OwnCollectives:
+    """The watch over one optimizer's own update, on one rank."""
+
+    def __init__(self, where: str, running: Callable[[], bool]) -> None:
+        """where: the optimizer's class and number, and the rank. running: does a step of it run on this thread?"""
+        self.where = where
+        self.running = running
+        self._thread: int | None = None
+
+    def begin(self) -> None:
+        """Refuse collectives on this thread from now on, until `end`, or until an exception leaves the step."""
+        self.end()
+        with _lock:
+            self._thread = threading.get_ident()
+            _watching[self._thread] = self
+            if not _before:
+                _install()
+
+    def end(self) -> None:
+        if self._thread is not None:
+            with _lock:
+                if _watching.get(self._thread) is self:
+                    del _watching[self._thread]
+                self._thread = None
+                if not _watching:
+                    _remove()
+
+    @contextlib.contextmanager
+    def refused(self) -> Iterator[None]:
+        """Refuse collectives inside the block."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+
+def _install() -> None:
+    """Put the watch before the methods of all process groups' classes."""
+    groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+    for kind in {dist.ProcessGroup, *map(type, groups)}:
+        for name in _SENDING:
+            original = vars(kind).get(name)
+            if original is not None:
+                _before.append((kind, name, original))
+                setattr(kind, name, _refusing(original, name))
+
+
+def _remove() -> None:
+    while _before:
+        kind, name, original = _before.pop()
+        setattr(kind, name, original)
+
+
+def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        watch = _watching.get(threading.get_ident())
+        if watch is not None and watch.running():
+            raise UserError(
+                "an optimizer calls a collective inside step(), and each rank holds other parts of the parameters",
+                where=watch.where,
+                expected="an update of the parameters that its groups hold, without messages",
+                got=name.strip("_"),
+                instead="step every parameter in the groups and send nothing: zeroshard deals whole matrices to ranks "
+                "and sends what they update. Or torch.optim.Muon, or shard(..., stage=0)",
+            )
+        return original(*args, **kwargs)
+
+    return call

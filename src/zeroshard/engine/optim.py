@@ -99,7 +99,11 @@ class Binding(Transaction):
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
         # Not to be compiled: they talk to ranks. `torch.compile(optimizer.step)` compiles the update between them.
-        before, after = (torch.compiler.disable(each, reason=NO_GRAPH) for each in (self._before, self._after))
+        begin, after = (torch.compiler.disable(each, reason=NO_GRAPH) for each in (self._before, self._after))
+
+        def before(*given: Any) -> Any:
+            return begin(*given, compiled=torch.compiler.is_compiling())
+
         stay_last(optimizer, optimizer.register_step_pre_hook(before).id)
         handle = optimizer.register_step_post_hook(after)
         # The user's post hooks, also earlier ones, see the updated parameters.
@@ -231,8 +235,15 @@ class Binding(Transaction):
 
     @torch.no_grad()
     def _before(
-        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if compiled and any(self._by_itself(buffer) for buffer in self.buffers):
+            raise StateError(
+                "torch.compile(optimizer.step), where buckets are stepped one after the other, which is not compiled",
+                where=f"optimizer {self.number}, rank {self.group.rank}",
+                expected="states on the device, and gradients in the dtype that the optimizer updates",
+                instead="optimizer.step() without torch.compile",
+            )
         if in_backward():
             raise StateError(
                 "optimizer.step() inside backward: the gradients are not summed over the ranks yet",

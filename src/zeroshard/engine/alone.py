@@ -9,11 +9,11 @@ from typing import Any, Protocol
 import torch
 
 from ..events import Ledger, ends
+from ..ranks.own_collectives import OwnCollectives
 from .accumulator import Accumulator
 from .averages import Averages
 from .buffer import Buffer
 from .fragment import Fragment, States
-from .own_collectives import OwnCollectives
 
 
 class Around(Protocol):

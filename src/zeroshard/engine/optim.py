@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..errors import StateError, TierError, UserError
 from ..ranks.calls import Call
+from ..ranks.own_collectives import OwnCollectives
 from .accumulator import Entry
 from .alone import Alone
 from .averages import Averages
@@ -30,7 +31,6 @@ from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
 from .options import Options, same
-from .own_collectives import OwnCollectives
 from .publish import publish
 from .schedule import NO_GRAPH, Schedule
 from .transaction import Transaction

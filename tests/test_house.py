@@ -146,9 +146,9 @@ def test_one_room_calls_torch_distributed():
     users = {name for name in ORDER if any("torch.distributed" in module for module in imported(PACKAGE / name))}
     assert users == {
         "ranks/groups.py",
+        "ranks/link.py",
         "ranks/mesh.py",
         "ranks/own_collectives.py",
-        "ranks/mesh.py",
         "ranks/process_group.py",
         "ranks/process_team.py",
     }

@@ -6,20 +6,22 @@ import contextlib
 import re
 import weakref
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import emulated
 import ranks
 import reference
 import zeroshard
-from zeroshard import Comm, Layout, Precision, device
+from zeroshard import Comm, Layout, Offload, Precision, device
 from zeroshard.errors import StateError
 from zeroshard.ranks.comm import Simulated
 
@@ -221,6 +223,141 @@ def with_grad_inside(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_with_grad_inside_one_without_shares_its_16_bit_copies(stage):
     reference.assert_same(with_grad_inside(stage), with_grad_inside(None))
+
+
+# --- modes of the program's ---------------------------------------------------------------------------------------------
+
+
+class Counting(TorchDispatchMode):
+    """The names of all operations that a dispatch mode of the program's sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class CountingCalls(TorchFunctionMode):
+    """The same of a function mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.names.append(getattr(function, "__name__", str(function)))
+        return function(*args, **(kwargs or {}))
+
+
+TIERS = dict.fromkeys(("parameters", "gradients", "optimizer"), "cpu")
+MODED = {
+    "plain": {},
+    "bf16": {"precision": Precision(param_dtype=torch.bfloat16, cast_inputs=True)},
+    "small buckets": {"layout": Layout(units=["blocks.*"], bucket_mib=0.0005)},
+    "recompute": {"layout": Layout(units=["blocks.*"], recompute=True)},
+    "host": {"offload": Offload(**TIERS)},
+    "activations": {"offload": Offload(activations="cpu")},
+    "messages": {"comm": Comm(transport="gloo")},
+    "8 bits": {"precision": Precision(fp8=True)},
+}
+
+
+def moded(stage, setting, mode, folder):
+    """What a mode around each call sees: at each stage, and of plain PyTorch where the stage is None."""
+    model, zero = Net(), None
+    adam = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    if stage is not None:
+        zero = zeroshard.shard(model, adam, stage=stage, **{"layout": Layout(units=["blocks.*"]), **MODED[setting]})
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3))
+    found = {}
+
+    @contextlib.contextmanager
+    def around(what):
+        with mode() as counter:
+            yield
+        found.setdefault(what, []).extend(counter.names)
+
+    for _ in range(2):
+        with around("forward"):
+            out = model(x)
+        loss = out.float().square().sum()
+        with around("backward"):
+            loss.backward()
+        with around("step"):
+            adam.step()
+        adam.zero_grad()
+    if zero is not None:
+        average = zero.average(0.9)
+        folder = Path(folder) / str(stage)
+        calls = {
+            "save": lambda: zero.save(folder / "saved"),
+            "load": lambda: zero.load(folder / "saved"),
+            "export": lambda: zero.export(folder / "exported"),
+            "average": lambda: average.update(),
+            "compare": lambda: zero.check_replicas(),
+        }
+        for what, call in calls.items():
+            with around(what):
+                call()
+        with around("gathered"), zero.gathered():
+            assert x.neg().shape == x.shape
+        with around("swapped"), average.swapped():
+            assert x.neg().shape == x.shape
+        with around("stream"):
+            for _ in zero.stream():
+                assert x.neg().shape == x.shape
+    return found
+
+
+@pytest.mark.parametrize("mode", [Counting, CountingCalls])
+@pytest.mark.parametrize("setting", MODED)
+def test_a_mode_of_the_programs_sees_none_of_the_engines_operations(stage, setting, mode, tmp_path):
+    """Selective activation checkpointing counts a region's operations in forward and again in backward: they must be
+    plain PyTorch's. In a step it sees the optimizer's, in all other calls only what the program does inside."""
+    plain, stepped = moded(None, setting, mode, tmp_path), set()
+    for found in ranks.run(2, moded, stage, setting, mode, tmp_path):
+        if setting in ("plain", "small buckets", "host", "activations", "messages"):
+            assert left(found["forward"]) == left(plain["forward"])
+            assert left(found["backward"]) == left(plain["backward"])
+        assert {*found["step"]} <= {*plain["step"]}
+        stepped |= {*found["step"]}
+        program = {key: len(found.pop(key)) for key in ("gathered", "swapped", "stream")}
+        assert program == {"gathered": 1, "swapped": 1, "stream": BLOCKS} if mode is Counting else program
+        assert {key: seen for key, seen in found.items() if key not in ("forward", "backward", "step") and seen} == {}
+    assert stepped == {*plain["step"]}  # of all ranks: one may own nothing of so small a model
+
+
+def left(names):
+    """All but torch's own detaching of an output that a node has saved, which it leaves out where there are hooks."""
+    return [name for name in names if name != "aten.detach.default"]
+
+
+def selected(stage):
+    """Weights after two steps with selective activation checkpointing: products are kept, the rest is recomputed."""
+    policy = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    model = Net()
+    adam = torch.optim.AdamW(model.parameters(), lr=0.5, fused=True)
+    zero = None if stage is None else zeroshard.shard(model, adam, stage=stage, layout=Layout(units=["blocks.*"]))
+    for step in range(2):
+        for source in range(2) if zero is None else [zero.rank]:
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + source))
+            for block in model.blocks:
+                x = checkpoint(lambda x, block=block: block(x).tanh(), x, use_reentrant=False, context_fn=contexts)
+            (x.square().mean() / (2 if zero is None else 1)).backward()
+        adam.step()
+        adam.zero_grad()
+    with contextlib.nullcontext() if zero is None else zero.gathered():
+        return reference.weights(model)
+
+
+def test_selective_activation_checkpointing_has_plain_pytorchs_bits(stage):
+    want = selected(None)
+    for got in ranks.run(2, selected, stage):
+        reference.assert_same(got, want)
 
 
 # --- graphs of a device -------------------------------------------------------------------------------------------------

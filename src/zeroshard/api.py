@@ -23,7 +23,8 @@ from .checkpoint.on_signal import save_on
 from .checkpoint.saving import Saving
 from .device import chosen, warn_of_idle
 from .engine.accepted import unwrapped
-from .engine.guard import refuse_copy, refuse_inside
+from .engine.guard import refuse_copy
+from .engine.modes import refuse_inside, unseen
 from .errors import StateError, UserError, nearest
 from .events import Event, Ledger, Record
 from .features import absent, first
@@ -150,7 +151,7 @@ def _meeting(method: Method) -> Method:
     @functools.wraps(method)
     def called(self: Zero, *args: Any, **kwargs: Any) -> Any:
         self._engine.refuse_within()
-        with self._engine.group.as_one():
+        with self._engine.group.as_one(), unseen():
             return method(self, *args, **kwargs)
 
     return cast(Method, called)

@@ -28,6 +28,7 @@ from .engine.codec import Values
 from .engine.contribution import Contribution, Division
 from .engine.gradient import Gradients
 from .engine.guard import cover_constructors, keep_fast_paths, refuse_copy, refuse_load, refuse_state_dict, weak
+from .engine.modes import seen, unseen
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
 from .engine.publish import publish
@@ -331,6 +332,11 @@ class Engine:
     @contextlib.contextmanager
     def gathered(self, *what: nn.Module | str, write_from: int | None = None) -> Iterator[None]:
         """`Zero.gathered`."""
+        with unseen(), self._gathered(what, write_from), seen():
+            yield
+
+    @contextlib.contextmanager
+    def _gathered(self, what: Sequence[nn.Module | str], write_from: int | None) -> Iterator[None]:
         if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.group.ranks):
             last = self.group.ranks - 1
             raise UserError("write_from names a rank", expected=f"0 to {last}", got=repr(write_from))

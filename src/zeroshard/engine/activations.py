@@ -40,6 +40,7 @@ from ..tiers.tier import DeviceTier, Rest, Tier
 from .backward import in_backward
 from .forward import Forward, Frame
 from .guard import Saved, SavedItself, check_version
+from .modes import outside
 from .subscriber import Subscriber
 
 STATE, STAGED = "activations", "staged activations"  # STAGED: in the buffers of their files
@@ -106,6 +107,7 @@ class SavedActivation(NamedTuple):
     saved: Tensor  # an empty one with its version counter; itself where it stays in place
     version: int
 
+    @outside
     def restore(self) -> Tensor:
         check_version(self.saved, self.version, self.dtype, self.size)
         flat = self.keeper.brought(self.kept, self.segment)
@@ -421,7 +423,7 @@ class _Manifest(Feature):
                 instead='Layout(units=["blocks.*"]), with names of the model\'s own modules',
             )
         moved = Activations(engine, engine.tiers[STATE if engine.offload.activations == "nvme" else HOST])
-        engine.schedule.saved.default, engine.schedule.saved.inputs = moved.keep, _inputs
+        engine.schedule.saved.default, engine.schedule.saved.inputs = outside(moved.keep), _inputs
         engine.schedule.saves = True
         return moved
 

@@ -14,6 +14,7 @@ from .accumulator import Accumulator
 from .averages import Averages
 from .buffer import Buffer
 from .fragment import Fragment, States
+from .modes import seen
 
 
 class Around(Protocol):
@@ -59,7 +60,7 @@ class Alone:
             step: Any = type(self._optimizer).step
             step = step.__wrapped__ if getattr(step, "hooked", False) else step
             watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
-            with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched:
+            with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched, seen():
                 step(self._optimizer)
             self._states.replaced(fragments, inside=True)
             for fragment in fragments:

@@ -30,13 +30,12 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._pytree import tree_leaves
 
 from ..device import current
 from ..errors import StateError
 from ..layout import Bucket, slot_at
+from .modes import outside
 
 _GETTERS = (
     "shape", "dtype", "device", "layout", "requires_grad", "is_leaf", "grad", "grad_fn", "is_cuda", "is_cpu", "is_meta",
@@ -166,36 +165,6 @@ def _asking(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return function
-
-
-_PROXY = torch._C._TorchDispatchModeKey.PROXY
-
-
-def outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function to run outside of all transforms of `torch.func` that are under way."""
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        if not transformed():
-            return function(*args)
-        with temporarily_clear_interpreter_stack(), disable_proxy_modes_tracing():
-            return function(*args)
-
-    return call
-
-
-def transformed() -> bool:
-    """Tell if a transform of `torch.func` runs (grad, vmap, jvp, ...), or one that records operations (linearize)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_PROXY) is not None
-
-
-def refuse_inside(what: str) -> None:
-    """Refuse, inside a transform, a call of the user's that moves memory between ranks: none can be differentiated."""
-    if transformed():
-        raise StateError(
-            f"{what} inside a transform of torch.func",
-            instead="call it around the transform, as with zero.gathered(): ...",
-        )
 
 
 _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
@@ -379,7 +348,9 @@ class SavedTensors:
     """The pairs of hooks, and the stack discipline of pushing and popping them."""
 
     def __init__(self) -> None:
-        self.default: Callable[[Tensor], Saved] = SavedItself.of  # what is not ours and no other pair of hooks wants
+        self.default: Callable[[Tensor], Saved] = outside(
+            SavedItself.of
+        )  # what is not ours and no other pair of hooks wants
         self.inputs: Callable[[Any, Any], Any] = lambda args, kwargs: None  # how a forward's frame refers to its own
         self._sources: dict[int, Source] = {}
         self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own

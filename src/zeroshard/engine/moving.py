@@ -17,6 +17,7 @@ from ..tiers.tier import Part
 from .buffer import Buffer
 from .flat import Flat
 from .guard import weak
+from .modes import unseen
 from .publish import publish
 from .schedule import Schedule
 from .subscriber import Subscriber
@@ -75,6 +76,7 @@ class MovingAverage:
             return None
         return self.mean(buffer).part(slot.start + start, slot.start + stop)
 
+    @unseen()
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights as they are now into the average: after each `optimizer.step()`, on every rank."""
@@ -114,6 +116,7 @@ class MovingAverage:
         if self._schedule.averages_in:
             raise StateError(f"{what} while the weights are the averages", instead="leave average.swapped() first")
 
+    @unseen()
     @torch.no_grad()
     def _exchange(self) -> None:
         self._meet(EXCHANGING)

@@ -30,6 +30,7 @@ from .buffer import Buffer, Place
 from .fragment import Fragment, Member, Shapes, States, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
+from .modes import unseen
 from .options import Options, same
 from .publish import publish
 from .schedule import NO_GRAPH, Schedule
@@ -99,7 +100,7 @@ class Binding(Transaction):
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
         # Not to be compiled: they talk to ranks. `torch.compile(optimizer.step)` compiles the update between them.
-        begin, after = (torch.compiler.disable(each, reason=NO_GRAPH) for each in (self._before, self._after))
+        begin, after = (torch.compiler.disable(unseen()(h), reason=NO_GRAPH) for h in (self._before, self._after))
 
         def before(*given: Any) -> Any:
             return begin(*given, compiled=torch.compiler.is_compiling())
@@ -270,7 +271,7 @@ class Binding(Transaction):
 
         def bound(*inner: Any, **options: Any) -> Any:
             self.gradients.uncalled.discard(self.number)
-            with torch.no_grad():
+            with torch.no_grad(), unseen():
                 for buffer in self._updated:
                     if not self._by_itself(buffer):
                         self.alone.write_back(buffer)
@@ -281,7 +282,7 @@ class Binding(Transaction):
                 loss = closure(*inner, **options)
             finally:
                 self._lent = False
-            with torch.no_grad():
+            with torch.no_grad(), unseen():
                 self.gradients.keeper.flush()
                 self._bind()
             self._watch()

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..features import Feature
 from .backward import in_backward
-from .guard import outside, transformed
+from .modes import outside, transformed
 from .schedule import Schedule
 from .unit import Unit
 

@@ -32,7 +32,8 @@ from .backward import Backward, in_backward
 from .buffer import Buffer
 from .forward import Forward, Frame
 from .gradient import Gradients
-from .guard import SavedTensors, outside, refuse_inside, weak
+from .guard import SavedTensors, weak
+from .modes import outside, refuse_inside
 from .reduction import Reduction
 from .script import Script
 from .transaction import Transaction

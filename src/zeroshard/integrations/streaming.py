@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..checkpoint.content import ModelState
 from ..engine.buffer import Buffer
+from ..engine.modes import seen, unseen
 from ..errors import Error, StateError, UserError
 from ..numerics import as_bytes
 from ..ranks.together import Together
@@ -46,6 +47,10 @@ class WeightStream:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Gather bucket by bucket. A rank that leaves the loop early gathers the rest for the others."""
+        with unseen():
+            yield from self._each()
+
+    def _each(self) -> Iterator[tuple[str, Tensor]]:
         engine = self._zero._engine
         engine.refuse_within()
         with engine.group.as_one():
@@ -74,7 +79,8 @@ class WeightStream:
                         return
                     try:
                         for name in [] if left else [*whole]:
-                            yield name, whole.pop(name)  # so that no reference stays here
+                            with seen():
+                                yield name, whole.pop(name)  # so that no reference stays here
                     except GeneratorExit:
                         left = True
                     whole.clear()

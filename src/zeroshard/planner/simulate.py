@@ -257,6 +257,8 @@ def _emptied(mode: FakeTensorMode, make: Callable[[], Any]) -> Any:
 class _FakeElsewhere(TorchFunctionMode):
     """A mode in which tensors have values on the CPU alone: other devices may not be here, or have no room."""
 
+    of_zeroshard = True  # it sees the engine's operations too: `engine/modes.py`
+
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self.mode = mode
@@ -424,6 +426,8 @@ _FLOPS = _flops()
 
 class Counter(TorchDispatchMode):
     """A counter of floating-point operations, and of the bytes of what is computed and still alive."""
+
+    of_zeroshard = True  # it sees the engine's operations too: `engine/modes.py`
 
     def __init__(self, zero: Zero) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -423,7 +423,7 @@ def rank_0_counts():
         torch.manual_seed(ranks.rank())
         model = models.MODELS["batchnorm"]()
         model.register_buffer("odd", torch.full((3, 2), float(ranks.rank())).t())  # not contiguous
-        zero = zeroshard.shard(model, None, stage=stage, layout=Layout(buffers="local"))
+        zero = zeroshard.shard(model, None, stage=stage)
         with zero.gathered():
             weights = reference.weights(model)
         found.append(weights | {name: buffer.clone() for name, buffer in model.named_buffers()})

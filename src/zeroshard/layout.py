@@ -95,7 +95,8 @@ class Layout:
         and has a state of each, no matrix is cut, and each may have another owner. Of parameters along an axis,
         or cut by tensor parallelism, the number is of the rows that a rank has.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
-        that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never.
+        that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never,
+        at `shard` neither: each rank keeps its own, of any size, also in checkpoints.
     """
 
     bounds: Bounds = "unit"

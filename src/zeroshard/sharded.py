@@ -411,6 +411,7 @@ class Engine:
         sources = self.group.sources if self.schedule.backward.was_local else 0
         place = self.position if self.batches is None else self.batches.state_dict()
         own = {"moving": self.moving, "batches": self.batches, "place": place}
+        own["own_buffers"] = self.layout.buffers == "local"
         return ModelState(self.model, *parts, **own, no_sync=sources)
 
     def meet_for_checkpoint(self, what: str, *, weights: bool = True) -> None:

@@ -72,6 +72,7 @@ class ModelState:
     place: dict[str, int] | None = None  # the run's in them
     no_sync: int = 0  # of how many ranks each has added up gradients by itself, since weights were loaded
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
+    own_buffers: bool = False  # does each rank have buffers of its own (`Layout.buffers`)? Else rank 0's count
 
     def shape(self, record: Managed) -> tuple[int, ...]:
         """Return the shape of the whole parameter, of which this rank may hold only some rows."""
@@ -344,6 +345,23 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 yield (f"{path}.{name}" if path else name), tensor
+
+
+def told_buffers(running: ModelState) -> dict[str, list[Any]]:
+    """Describe this rank's saved buffers for the others where each rank has its own, else {}: name -> [shape, dtype,
+    digest]."""
+    if not running.own_buffers or running.group.ranks == 1:
+        return {}
+    return {
+        name: [list(each.shape), writable(f"buffer {name!r}", each), digest(raw(each.detach().cpu().contiguous()))]
+        for name, each in persistent(running.model)
+    }
+
+
+def local_buffers(everyone: Sequence[dict[str, list[Any]]]) -> list[str]:
+    """Return the names of the buffers that are not the same on all ranks. everyone: each rank's `told_buffers`."""
+    names = {name for told in everyone for name in told}
+    return [name for name in sorted(names) if any(told.get(name) != everyone[0].get(name) for told in everyone)]
 
 
 def options(running: ModelState, binding: Binding) -> dict[str, Any]:

@@ -34,13 +34,15 @@ class Loaded(NamedTuple):
     """The answer of `zero.load`. extra: what was saved along. skipped: differences that `strict=False` passed over.
 
     ranks: the number of ranks that saved it; random states are restored where this run has as many. batches: its place
-    in `zero.batches`, if it had one.
+    in `zero.batches`, if it had one. buffers: what another number of ranks saved of buffers that differed between them
+    (`Layout(buffers="local")`): each rank's, on the CPU, or None where it had none; loading changed none of these.
     """
 
     extra: dict[str, Any]
     skipped: list[str]
     ranks: int
     batches: dict[str, int] | None = None
+    buffers: Mapping[str, list[Tensor | None]] = {}
 
 
 class Cut(NamedTuple):
@@ -68,6 +70,7 @@ class Staged:
     states: list[tuple[Binding, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
     fills: list[tuple[Tensor | Part, Tensor | Cut]] = field(default_factory=list)  # places among the states, and what
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    differing: dict[str, list[Tensor | None]] = field(default_factory=dict)  # see `Loaded.buffers`
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)
     rng: Rng | None = None
@@ -140,7 +143,7 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
         running.batches.load_state_dict(place)
     if staged.rng is not None:
         restore_rng(staged.rng, running.group.device)
-    return Loaded(staged.extra, differences, saved.manifest["ranks"], place)
+    return Loaded(staged.extra, differences, saved.manifest["ranks"], place, staged.differing)
 
 
 def warn_of_order(saved: ModelState, path: object) -> None:
@@ -168,9 +171,15 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
         elif sorted(entry.names) != sorted(record.names):
             found.append(f"parameter {name!r} is tied as {record.names}, saved was {entry.names}")
     found += [f"saved parameter {name!r} is not in the model" for name in saved.parameters if name not in mine]
-    buffers = dict(persistent(running.model))
-    found += [f"buffer {name!r} is not in the checkpoint" for name in buffers if name not in saved.buffers]
-    for name, stored in saved.buffers.items():
+    buffers, here, before = dict(persistent(running.model)), running.group, saved.manifest["ranks"]
+    apart, theirs = _apart(running, saved), saved.buffers_for(here.rank, here.ranks)
+    found += [
+        f"buffer {name!r} is another one on each of the {before} ranks that saved it, and {here.ranks} load: "
+        "strict=False leaves this model's, and has all of theirs in its answer's `buffers`"
+        for name in apart
+    ]
+    found += [f"buffer {name!r} is not in the checkpoint" for name in buffers if not (name in theirs or name in apart)]
+    for name, stored in theirs.items():
         if name not in buffers:
             found.append(f"saved buffer {name!r} is not in the model")
         elif not _fits(stored, buffers[name]):
@@ -182,6 +191,11 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
     if running.batches is not None:
         found += running.batches.differences(saved.manifest.get("batches"))
     return found + _group_differences(running, saved)
+
+
+def _apart(running: ModelState, saved: Saved) -> Mapping[str, list[Stored | None]]:
+    """Return each rank's of the buffers that differ, where they cannot be given to as many ranks as load."""
+    return saved.differing if saved.manifest["ranks"] != running.group.ranks else {}
 
 
 def _fits(stored: Stored, tensor: Tensor) -> bool:
@@ -298,9 +312,12 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
                 fits = name in fitting and not _state_differences(binding, fragment, match, saved)
                 if fits and fragment.param.numel():
                     staged.states.append((binding, fragment.param, _states(staged, saved, binding, fragment, match)))
+    buffers = saved.buffers_for(running.group.rank, running.group.ranks)
     for name, tensor in persistent(running.model):
-        if name in saved.buffers and _fits(saved.buffers[name], tensor):
-            staged.buffers[name] = saved.read(saved.buffers[name])
+        if name in buffers and _fits(buffers[name], tensor):
+            staged.buffers[name] = saved.read(buffers[name])
+    for name, each in _apart(running, saved).items():
+        staged.differing[name] = [stored and saved.read(stored) for stored in each]
     staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
     if manifest["ranks"] == running.group.ranks:
         staged.rng = parsed_rng(saved.rng(running.group.rank), running.group.device)

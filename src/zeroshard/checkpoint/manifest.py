@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "zeroshard checkpoint", 2
 UNCUT = 1  # the version that all read which know of no `strips`: of checkpoints in which there are none
 IN_PARTS = 3  # the version in which each rank's part lists what its file holds: see `parts.py`
-READ = UNCUT, VERSION, IN_PARTS
+LOCAL = 4  # the version in which buffers of each rank's own are listed; in parts where it has "cut"
+READ = UNCUT, VERSION, IN_PARTS, LOCAL
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 AVERAGE = "average"  # of its values
@@ -80,14 +81,15 @@ class Saved:
     grains: dict[tuple[str, str], int] = field(default_factory=dict)  # of how many elements such a state has one
     whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
-    buffers: dict[str, Stored] = field(default_factory=dict)
+    buffers: dict[str, Stored] = field(default_factory=dict)  # rank 0's
+    differing: dict[str, list[Stored | None]] = field(default_factory=dict)  # each rank's, of those that differ
     extra: dict[str, Stored] = field(default_factory=dict)  # tensors that the user saved along
 
     def __post_init__(self) -> None:
         try:
             self._check()
             if self.descriptor >= 0:
-                tell = self._told if self.manifest["version"] == IN_PARTS else None
+                tell = self._told if self._parted else None
                 self.reader = Reader(self.folder, self.descriptor, self.files, tell)
                 if self.alone:
                     self.everything()
@@ -102,6 +104,11 @@ class Saved:
             )  # fmt: skip
         return damaged(self.folder / "manifest.json", expected, got)
 
+    @property
+    def _parted(self) -> bool:
+        version = self.manifest["version"]
+        return bool(version == IN_PARTS or (version == LOCAL and "cut" in self.manifest))
+
     def _check(self) -> None:
         manifest = self.manifest
         if manifest["format"] != FORMAT or type(manifest["version"]) is not int or manifest["version"] not in READ:
@@ -110,7 +117,7 @@ class Saved:
                 expected=f"{FORMAT} {' or '.join(map(str, READ))}",
                 got=f"{manifest['format']} {manifest['version']}"[:100], instead="the zeroshard that wrote it",
             )  # fmt: skip
-        parted = manifest["version"] == IN_PARTS
+        parted = self._parted
         for file, facts in manifest["files"].items():
             self._count(facts["nbytes"])
             self.files[file] = {"nbytes": facts["nbytes"]} if parted else facts
@@ -127,8 +134,7 @@ class Saved:
             if key in self.values or key in self.cut or key in self.whole or isinstance(value, (dict, list)):
                 raise self.damage(f"one {state} of {name!r}, a number", repr(value))
             self.values[key] = value
-        for name, entry in manifest["buffers"].items():
-            self.buffers[name] = self._stored(entry["shape"], entry["dtype"], entry["file"], entry["offset"])
+        self._check_buffers()
         for name, shape, dtype, offset in self._list(manifest["extra_tensors"]):
             if self._text(name) in self.extra:
                 raise self.damage(f"one tensor {name!r} in extra", "several")
@@ -160,6 +166,20 @@ class Saved:
         if not isinstance(unplain(manifest["extra"], dict.fromkeys(self.extra)), dict):
             raise self.damage("a map in extra", "something else")
 
+    def _check_buffers(self) -> None:
+        """Check that each buffer is listed once: rank 0's, which is every rank's, or each rank's own."""
+
+        def stored(entry: dict[str, Any]) -> Stored:
+            return self._stored(entry["shape"], entry["dtype"], entry["file"], entry["offset"])
+
+        manifest = self.manifest
+        self.buffers = {name: stored(entry) for name, entry in manifest["buffers"].items()}
+        for name, ranks in manifest["local_buffers"].items() if manifest["version"] == LOCAL else ():
+            if name in self.buffers or len(self._list(ranks)) != manifest["ranks"]:
+                raise self.damage(f"buffer {name!r} once, or of each rank", len(ranks))
+            self.differing[name] = [None if each is None else stored(each) for each in ranks]
+        self.buffers |= {name: each[0] for name, each in self.differing.items() if each[0] is not None}
+
     def _check_fragments(self) -> None:
         """Check that every element of every state that is cut lies in exactly one place."""
         for name, state, grain in self._list(self.manifest.get("grains", [])):
@@ -167,8 +187,7 @@ class Saved:
             cut = self.parameters[name].strips != ONE_STRIP
             if self.grains.setdefault(key, self._count(grain)) != grain or grain < 2 or state == VALUE or cut:
                 raise self.damage(f"one size of the blocks of {state} of {name!r}", grain)
-        parted = self.manifest["version"] == IN_PARTS
-        for name, state, dtype, first, last in self._list(self.manifest["cut"]) if parted else ():
+        for name, state, dtype, first, last in self._list(self.manifest["cut"]) if self._parted else ():
             if self.dtypes.setdefault(self._key(name, state), TORCH_DTYPES[dtype]) is not TORCH_DTYPES[dtype]:
                 raise self.damage(f"one dtype of {state} of {name!r}", dtype)
             self.cut[name, state], self.holders[name, state] = [], (self._count(first), self._count(last))
@@ -185,7 +204,7 @@ class Saved:
                     raise self.damage(f"intervals of {state} of {name!r}", stored)
                 self.cut.setdefault(key, []).append(stored)
                 self.dtypes.setdefault(key, stored.dtype)
-        if self.manifest["version"] != IN_PARTS:
+        if not self._parted:
             self._check_whole()
 
     def _check_whole(self) -> None:
@@ -276,7 +295,7 @@ class Saved:
 
     def rng(self, rank: int) -> Any:
         """Return the random states of a rank that saved."""
-        if self.manifest["version"] != IN_PARTS:
+        if not self._parted:
             return self.manifest["rng"][rank]
         self._told(file := f"rank{rank:05d}.safetensors")
         return self.files[file]["rng"]
@@ -295,7 +314,19 @@ class Saved:
     def _beside(self) -> list[tuple[str, str, Stored]]:
         """Tensors stored whole: (parameter, state, place), and ("", name, place) of buffers and of `extra`."""
         stored = [(*key, each) for key, each in self.whole.items()]
-        return stored + [("", name, each) for name, each in (*self.buffers.items(), *self.extra.items())]
+        others = [(name, each) for name, ranks in self.differing.items() for each in ranks[1:] if each is not None]
+        return stored + [("", name, each) for name, each in (*self.buffers.items(), *others, *self.extra.items())]
+
+    def buffer(self, name: str, rank: int) -> Stored | None:
+        """Return where a rank's buffer of this name is, or None if the rank had none."""
+        return self.differing[name][rank] if name in self.differing else self.buffers.get(name)
+
+    def buffers_for(self, rank: int, ranks: int) -> dict[str, Stored]:
+        """Return the buffers for one of so many ranks: those that differed between ranks only where as many saved."""
+        as_many = ranks == self.manifest["ranks"]
+        names = dict.fromkeys([*self.buffers, *(self.differing if as_many else ())])
+        found = {name: self.buffer(name, rank) for name in names if as_many or name not in self.differing}
+        return {name: stored for name, stored in found.items() if stored is not None}
 
     def _check_files(self, files: Sequence[str], named: list[tuple[str, str, Stored]]) -> None:
         """Check that tensors in these files do not overlap, and that no file is larger than its tensors need.

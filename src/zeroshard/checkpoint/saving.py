@@ -37,16 +37,18 @@ from .content import (
     ModelState,
     agreed_kinds,
     ignored_digests,
+    local_buffers,
     options,
     persistent,
     pieces,
     rng_states,
+    told_buffers,
     told_kinds,
     values,
     writable,
 )
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
-from .manifest import FORMAT, IN_PARTS, UNCUT, VERSION, check_loads, orders, plain, siblings
+from .manifest import FORMAT, IN_PARTS, LOCAL, UNCUT, VERSION, check_loads, orders, plain, siblings
 from .staging import discard, owner, place_beside, release_signals, temporary
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
@@ -143,9 +145,11 @@ def save(
     group = running.group
     group.same("zero.save(...)", lambda: asked(path, extra, asynchronous=asynchronous, keep=keep))
     target, writers = absolute(path), group.for_saves(behind=asynchronous)
-    running.kinds = agreed_kinds(_together(group, target, lambda: told_kinds(running)))
+    everyone = _together(group, target, lambda: [told_kinds(running), told_buffers(running)])
+    running.kinds = agreed_kinds([kinds for kinds, _ in everyone])
+    differing = local_buffers([buffers for _, buffers in everyone])
     with _attempt(group, target) as attempt:
-        snapshot = _snapshot(running, extra, copied=asynchronous)
+        snapshot = _snapshot(running, extra, differing, copied=asynchronous)
         attempt.answer = {"owner": owner(), "at": str(target), "ignored": ignored_digests(running)}
     told = attempt.answers
     ignored = [each["ignored"] for each in told]
@@ -193,18 +197,22 @@ def check_signal(number: object) -> None:
 
 @dataclass
 class Snapshot:
-    """This rank's tensors to write, with their entries in the manifest (`own`), those of what rank 0 alone saves
-    (`buffers`, `extras`), and the manifest's entries of the model as a whole (`head`)."""
+    """This rank's tensors to write, with their entries in the manifest (`own`), those of buffers, which rank 0 alone
+    saves but for those that differ between ranks (`differing`), of what else it saves (`extras`), and of the model as a
+    whole (`head`)."""
 
     tensors: dict[str, Tensor | Part]
     own: dict[str, Any]
     buffers: dict[str, list[Any]]
+    differing: Sequence[str]
     extras: list[list[Any]]
     head: dict[str, Any]
     offsets: dict[str, int] = field(default_factory=dict)  # once written: where each tensor's bytes begin
 
 
-def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: bool) -> Snapshot:
+def _snapshot(
+    running: ModelState, extra: Mapping[str, Any] | None, differing: Sequence[str], *, copied: bool
+) -> Snapshot:
     tensors: dict[str, Tensor | Part] = {}
     fragments, grains = [], []
     for piece in pieces(running):
@@ -216,10 +224,12 @@ def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: b
     saved_along: dict[str, Tensor] = {}
     told = plain("extra", dict(extra or {}), saved_along)
     buffers, extras = {}, []
-    if running.group.rank == 0:
-        for name, tensor in persistent(running.model):
+    first = running.group.rank == 0
+    for name, tensor in persistent(running.model):
+        if first or name in differing:
             dtype, key = writable(f"buffer {name!r}", tensor), _add(tensors, f"buffer/{name}", tensor.detach())
             buffers[name] = [list(tensor.shape), dtype, key]
+    if first:
         for name, tensor in saved_along.items():
             dtype, key = writable(name, tensor), _add(tensors, f"extra/{name}", tensor)
             extras.append([name, list(tensor.shape), dtype, key])
@@ -231,7 +241,7 @@ def _snapshot(running: ModelState, extra: Mapping[str, Any] | None, *, copied: b
         "values": list(values(running)),
         "rng": rng_states(running.group.device),
     }
-    return Snapshot(tensors, own, buffers, extras, _head(running, told))
+    return Snapshot(tensors, own, buffers, differing, extras, _head(running, told))
 
 
 def _add(tensors: dict[str, Tensor | Part], key: str, tensor: Tensor | Part) -> str:
@@ -346,7 +356,13 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
     fragments = [[*entry, written.offsets[key], name] for *entry, key in own["fragments"]]
     if group.ranks <= parts.INLINE:
         facts = {"nbytes": written.nbytes, "digests": written.digests}
-        return {**own, "file": name, "facts": facts, "fragments": fragments}
+        return {
+            **own,
+            "file": name,
+            "facts": facts,
+            "fragments": fragments,
+            "differing": _buffers(snapshot, name, differing=True),
+        }
     whole = [entry for entry in fragments if entry[2] is None]
     cut = [entry for entry in fragments if entry[2] is not None]
     grains = {tuple(key): grain for *key, grain in own["grains"]}
@@ -363,18 +379,25 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
         "fragments": whole,
         "grains": [grain for grain in own["grains"] if tuple(grain[:2]) in begun],
         "values": own["values"],
+        "differing": _buffers(snapshot, name, differing=True),
+    }
+
+
+def _buffers(snapshot: Snapshot, file: str, *, differing: bool) -> dict[str, Any]:
+    """Return the manifest's entries of the buffers in a rank's file: of those that differ between ranks, or of the
+    others."""
+    return {
+        name: {"file": file, "shape": shape, "dtype": dtype, "offset": snapshot.offsets[key]}
+        for name, (shape, dtype, key) in snapshot.buffers.items()
+        if (name in snapshot.differing) is differing
     }
 
 
 def _of_first(snapshot: Snapshot) -> dict[str, Any]:
     """Return the manifest's entries of what rank 0 alone saves: module buffers, and tensors in `extra`."""
-    name, at = "rank00000.safetensors", snapshot.offsets
-    buffers = {
-        key: {"file": name, "shape": shape, "dtype": dtype, "offset": at[place]}
-        for key, (shape, dtype, place) in snapshot.buffers.items()
-    }
-    extras = [[*entry, at[key]] for *entry, key in snapshot.extras]
-    return {"buffers": buffers, "extra_tensors": extras, "extra_file": name}
+    name = "rank00000.safetensors"
+    extras = [[*entry, snapshot.offsets[key]] for *entry, key in snapshot.extras]
+    return {"buffers": _buffers(snapshot, name, differing=False), "extra_tensors": extras, "extra_file": name}
 
 
 def _publish(snapshot: Snapshot, everyone: Sequence[dict[str, Any]], beside: Path, target: Path) -> None:
@@ -394,6 +417,9 @@ def _publish(snapshot: Snapshot, everyone: Sequence[dict[str, Any]], beside: Pat
         manifest |= {"version": IN_PARTS, "cut": cut}
     else:
         manifest["rng"] = [own["rng"] for own in everyone]
+    if snapshot.differing:
+        each = {name: [own["differing"].get(name) for own in everyone] for name in snapshot.differing}
+        manifest |= {"version": LOCAL, "local_buffers": each}
     check_loads(target, manifest)
     write_manifest(beside, manifest)
     publish(beside, target)

@@ -81,7 +81,15 @@ def describe(saved: Saved) -> dict[str, Any]:
         "nbytes": sum(file["nbytes"] for file in manifest["files"].values()),
         "files": {name: file["nbytes"] for name, file in manifest["files"].items()},
         "parameters": parameters,
-        "buffers": [{"name": name, **_tensor(stored)} for name, stored in saved.buffers.items()],
+        "buffers": [
+            {"name": name, **_tensor(stored)} for name, stored in saved.buffers.items() if name not in saved.differing
+        ]
+        + [
+            {"name": name, "rank": rank, **_tensor(stored)}
+            for name, each in saved.differing.items()
+            for rank, stored in enumerate(each)
+            if stored is not None
+        ],
         "optimizers": manifest["optimizers"],
         "extra": [{"name": name, "value": value} for name, value in leaves(saved)],
     }
@@ -174,13 +182,17 @@ def _show_parameters(parameters: Sequence[dict[str, Any]], *, as_tree: bool) -> 
 
 def _show_buffers(buffers: Sequence[dict[str, Any]], *, as_tree: bool) -> None:
     if as_tree:
-        held = {each["name"]: Sums(1, numel(each["shape"]), each["nbytes"]) for each in buffers}
+        held = {_buffer(each): Sums(1, numel(each["shape"]), each["nbytes"]) for each in buffers}
         screen.wide(table_of("Buffers", held))
         return
     table = screen.new_table("Buffers", "name", "shape", "dtype", "bytes")
     for each in buffers:
-        table.add_row(escape(each["name"]), _shape(each["shape"]), each["dtype"], f"{each['nbytes']:,}")
+        table.add_row(escape(_buffer(each)), _shape(each["shape"]), each["dtype"], f"{each['nbytes']:,}")
     screen.wide(table)
+
+
+def _buffer(each: dict[str, Any]) -> str:
+    return f"{each['name']} of rank {each['rank']}" if "rank" in each else str(each["name"])
 
 
 def _show_rest(facts: dict[str, Any]) -> None:

@@ -74,6 +74,11 @@ def compare(a: Saved, b: Saved) -> Iterator[Row]:
             yield from _states(a, b, name, state)
     for name in dict.fromkeys([*a.buffers, *b.buffers]):
         yield from _tensors("buffer", name, a, a.buffers.get(name), b, b.buffers.get(name))
+    for name in dict.fromkeys([*a.differing, *b.differing]):  # the others' than rank 0's
+        for rank in range(1, max(len(a.differing.get(name, ())), len(b.differing.get(name, ())))):
+            here, there = (each.buffer(name, rank) if rank < each.manifest["ranks"] else None for each in (a, b))
+            if here is not None or there is not None:
+                yield from _tensors("buffer", f"{name} of rank {rank}", a, here, b, there)
     yield from _named("optimizer", dict(_options(a)), dict(_options(b)))
     yield from _named("extra", dict(leaves(a)), dict(leaves(b)))
     for name in a.extra.keys() & b.extra.keys():

@@ -79,6 +79,7 @@ class Assembly:
     tensors: TensorParallel = field(default_factory=TensorParallel)
     givers: dict[str, int | None] = field(default_factory=dict)  # see `preflight.givers`
     native: bool = False  # does the backend add up gradients?
+    own_buffers: bool = False  # does each rank keep buffers of its own?
     told: bool = False  # have all ranks been told of what is raised now?
 
     def __post_init__(self) -> None:
@@ -88,7 +89,7 @@ class Assembly:
     def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
         """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
         problem: Exception | None = None
-        self.native = comm.reduce == "native"
+        self.native, self.own_buffers = comm.reduce == "native", layout.buffers == "local"
         facts: dict[str, Any] = {}
         named: list[tuple[str, nn.Module]] = []
         try:
@@ -188,6 +189,7 @@ class Assembly:
         named = {name: id(each) for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
         fresh = {named[name] for name, giver in self.givers.items() if giver is None}
         given = {named[name]: giver for name, giver in self.givers.items() if giver is not None}
+        lacking = {id(each) for each in (*self.model.parameters(), *self.model.buffers()) if each.is_meta}
         if fresh:
             check_initialisers([pair for unit in self.units for pair in modules[unit.index]], initialise, fresh)
             state = torch.get_rng_state()
@@ -198,7 +200,7 @@ class Assembly:
             flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
             materialise(modules[unit.index], self.group.device, initialise, memory, fresh)
             for module in (module for _, module in modules[unit.index]):
-                self._place_buffers(module, before, given)
+                self._place_buffers(module, before, given, lacking)
             for bucket in buckets[unit.index]:
                 params = [by_name[slot.name].param for slot in bucket.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
@@ -239,16 +241,20 @@ class Assembly:
                     memory[id(param)] = flat[slot.start : slot.stop].view(slot.shape)
         return flats, memory
 
-    def _place_buffers(self, module: nn.Module, before: Before, given: dict[int, int]) -> None:
-        """Move a module's buffers to the device, and send rank 0's to all. given: another source rank, by id."""
-        for name, tensor in module._buffers.items():
+    def _place_buffers(self, module: nn.Module, before: Before, given: dict[int, int], lacking: set[int]) -> None:
+        """Move a module's buffers to the device, and send rank 0's to all, or, of each rank's own, to those without.
+
+        given: another source rank, by id. lacking: the ids of what was on meta here.
+        """
+        for name, tensor in sorted(module._buffers.items()):  # where ranks have others, these are in one order
             if tensor is not None:
-                giver = given.get(id(tensor), 0)
+                giver, own = given.get(id(tensor), 0), self.own_buffers and id(tensor) not in lacking
+                sends = not self.own_buffers or id(tensor) in given
                 module._buffers[name] = tensor = tensor.to(self.group.device)
-                if dense(tensor) and tensor.numel():  # the others are alike on all ranks: `describe` compares them
+                if sends and dense(tensor) and tensor.numel():  # the others are alike on all ranks: `describe` compares
                     sent = as_bytes(tensor).clone()
                     self.group.broadcast(sent, giver)
-                    if not same_bits(sent, as_bytes(tensor)):
+                    if not own and not same_bits(sent, as_bytes(tensor)):
                         before.keep(tensor)
                         write_bytes(tensor, sent)
 

@@ -236,6 +236,8 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
 
 
 ABSENT = "on meta"  # among a rank's facts: the parameters and buffers of which it has no values
+_OWN = 'Layout(buffers="local") for buffers that are each rank\'s own; else the same one on every rank'
+LOCAL = "own buffers"  # among them the kinds of buffers that are each rank's own: they may differ
 
 
 def describe(
@@ -263,9 +265,10 @@ def describe(
         param = record.param
         kind = f"{tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad} names={record.names}"
         facts[f"parameter {record.name!r}"] = kind
+    facts[LOCAL], local = {}, layout.buffers == "local"
     for name, tensor in model.named_buffers():
         kind = f"{tuple(tensor.shape)} {tensor.dtype}" if dense(tensor) else Contents().of(tensor)
-        facts[f"buffer {name!r}"] = kind
+        (facts[LOCAL] if local else facts)[f"buffer {name!r}"] = kind
     facts["units"] = units
     facts[ABSENT] = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     for number, optimizer in enumerate(optimizers):
@@ -302,7 +305,7 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
 
     Answers with rank 0's seed, which need not be everyone's.
     """
-    everyone, seed = [{**each, "seed": None, ABSENT: None} for each in told], int(told[0]["seed"])
+    everyone, seed = [{**each, "seed": None, ABSENT: None, LOCAL: None} for each in told], int(told[0]["seed"])
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(everyone):
@@ -318,7 +321,9 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
                     where=key,
                     expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
                     got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
-                    instead="build the same model, optimizer and settings on every rank, and set one OMP_NUM_THREADS",
+                    instead=_OWN
+                    if key.startswith("buffer ")
+                    else "build the same model, optimizer and settings on every rank, and set one OMP_NUM_THREADS",
                 )
         for first, other in zip(everyone[0], theirs, strict=True):
             if first == other:
@@ -341,9 +346,16 @@ def givers(told: list[dict[str, Any]]) -> dict[str, int | None]:
     absent = [set(each[ABSENT]) for each in told]
     found = {}
     for name in dict.fromkeys(name for each in told for name in each[ABSENT]):
+        kinds = [each[LOCAL].get(f"buffer {name!r}") for each in told]
+        if len(set(kinds)) > 1:
+            raise PeerError(
+                "a buffer of each rank's own is on meta on some ranks, and no other rank's fits all of these",
+                where=f"buffer {name!r}", got="; ".join(f"rank {rank}: {kind}" for rank, kind in enumerate(kinds)),
+                instead="values of it on every rank that has it, before shard(...)",
+            )  # fmt: skip
         having, lacking = ([r for r, names in enumerate(absent) if (name in names) is lacks] for lacks in (False, True))
         found[name] = having[0] if having else None
-        if having and f"parameter {name!r}" not in told[0] and f"buffer {name!r}" not in told[0]:
+        if having and f"parameter {name!r}" not in told[0] and f"buffer {name!r}" not in {**told[0], **told[0][LOCAL]}:
             raise PeerError(
                 "a parameter that is not sharded is on meta on some ranks, and no rank sends it",
                 where=f"parameter {name!r}",

@@ -131,6 +131,8 @@ def state_dict(running: ModelState) -> dict[str, Any]:
             where=f"parameter {cut[0]!r}", instead="zero.save(folder), zero.load(folder)",
         )  # fmt: skip
     _warn()
+    if running.own_buffers and running.group.ranks > 1 and (own := [name for name, _ in persistent(running.model)]):
+        _warn_of_local(own[0])
     model: dict[str, Any] = {}
     for record in running.records:
         model |= dict.fromkeys(record.names, _value(*running.places[record.name]))
@@ -160,6 +162,15 @@ def _warn() -> None:
         "torch.distributed.checkpoint keeps its metadata as a pickle: load only what you trust. "
         "zero.save and zero.load read no pickle.",
         stacklevel=4,
+    )
+
+
+@functools.cache
+def _warn_of_local(name: str) -> None:
+    warnings.warn(
+        f"torch.distributed.checkpoint keeps one rank's of each buffer, {name!r} for one, and with "
+        'Layout(buffers="local") each rank has its own. zero.save keeps all that differ.',
+        stacklevel=3,
     )
 
 

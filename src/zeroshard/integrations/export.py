@@ -17,7 +17,8 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.content import ModelState, persistent
+from ..checkpoint.content import ModelState, local_buffers, persistent, told_buffers
 from ..checkpoint.dtypes import DTYPES
 from ..checkpoint.files import absolute, publish
 from ..checkpoint.manifest import VALUE, Saved, by_number, numel
@@ -247,6 +248,7 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
     tensors |= {name: Kind(stored.shape, wanted.of(stored.dtype), [name]) for name, stored in saved.buffers.items()}
     parts = [(name, part) for (name, state), cut in saved.cut.items() if state == VALUE for part in cut]
     parts += saved.buffers.items()
+    _warn_of_local(saved.differing)
     try:
         weights = folder.begin(wanted, tensors, config=False)
         try:
@@ -263,6 +265,16 @@ def export_saved(saved: Saved, target: Path, wanted: Wanted) -> list[tuple[str, 
     finally:
         folder.drop()
     return [(file, os.path.getsize(folder.target / file)) for file in weights.files]
+
+
+def _warn_of_local(names: Collection[str]) -> None:
+    """Say which buffers are each rank's own (`Layout.buffers`), of which an export holds one."""
+    if names:
+        warnings.warn(
+            f"zeroshard exports rank 0's of buffers that differ between ranks: {', '.join(map(repr, names))}. To "
+            "export something else give it to all ranks before, as by dist.all_reduce(buffer); zero.save keeps all",
+            stacklevel=4,
+        )
 
 
 def _write_strips(weights: Any, name: str, start: int, values: Tensor, strips: Strips) -> None:
@@ -288,8 +300,12 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
     folder, weights = Folder(target, group.describe(owner())[0]), None
     lost = "the weights were not exported; what was there before is as it was"
     together = Together(group, lambda told: CheckpointError(lost, where=str(target), got="; ".join(told)))
-    whole, adapted = held_whole(running), adapters.is_adapted(running.model)
+    whole, adapted, local = held_whole(running), adapters.is_adapted(running.model), list[str]()
     try:
+        if running.own_buffers:
+            with together:
+                together.answer = told_buffers(running)
+            local = local_buffers(together.answers)
         with together:
             together.answer = adapters.names(running.model) if adapted and group.rank == 0 else {}
         chosen = together.answers[0]
@@ -323,6 +339,7 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
         with together:
             if group.rank == 0:
                 folder.publish()
+                _warn_of_local([name for name in local if not adapted or name in chosen])
     except BaseException as error:  # Ctrl-C too
         if group.rank == 0:
             folder.drop()

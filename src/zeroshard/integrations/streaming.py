@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..checkpoint.content import ModelState
+from ..checkpoint.content import ModelState, persistent
 from ..engine.buffer import Buffer
 from ..engine.modes import seen, unseen
 from ..errors import Error, StateError, UserError
@@ -124,15 +124,16 @@ def _bucket(
 
 
 def _copied(running: ModelState, wanted: Wanted, together: Together) -> dict[str, Tensor]:
-    """Copy what every rank holds whole, buffers for one: rank 0's, as an export has them."""
-    found = {}
+    """Copy what every rank holds whole, buffers for one: rank 0's, as an export has them, or each rank's own."""
+    found, own = {}, dict(persistent(running.model)) if running.own_buffers else {}
     for name, tensor in held_whole(running).items():
         copy = torch.zeros(tensor.shape, dtype=wanted.of(tensor.dtype), device=tensor.device)
         with together.noting():
             copy.copy_(wanted.cast(name, tensor.detach(), tensor.dtype))
-        sent = as_bytes(copy).to(running.group.device)
-        running.group.broadcast(sent)
-        as_bytes(copy).copy_(sent)
+        if name not in own:
+            sent = as_bytes(copy).to(running.group.device)
+            running.group.broadcast(sent)
+            as_bytes(copy).copy_(sent)
         found[name] = copy
     with together:
         pass

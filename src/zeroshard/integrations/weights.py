@@ -29,6 +29,7 @@ from ..events import Ledger
 from ..fields import check_flag
 from ..layout import Layout
 from ..numerics import Precision
+from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..ranks.mesh import connect
 from ..ranks.together import Together
@@ -80,7 +81,7 @@ def load(
     first: Initialiser | adapters.FirstValues
     with Together(group, lambda told: CheckpointError("the model was not loaded", where=str(path), got=told[0])):
         wait_for_saves()
-        tensors = _shapes(path)
+        tensors = _shapes(path, group, strict=strict)
         if strict and (differences := _differences(model, tensors)):
             raise CheckpointError("".join(f"\n    {each}" for each in differences))
         _check_initialisers(model, tensors, first := _first_values(model, init))
@@ -163,12 +164,14 @@ class Weights:
         return torch.cat(parts) if parts else torch.empty(0, device="cpu")
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _shapes(path: Path, group: Group, *, strict: bool) -> dict[str, tuple[int, ...]]:
     if not (path / MANIFEST).exists():
         return Weights(path).shapes
     with Saved.open(path) as saved:
         found = {name: entry.shape for entry in saved.parameters.values() for name in entry.names}
-        return found | {name: stored.shape for name, stored in saved.buffers.items()}
+        # Strictly, those of each rank's own too, which `zero.load` names where other ranks load them.
+        buffers = saved.buffers if strict else saved.buffers_for(group.rank, group.ranks)
+        return found | {name: stored.shape for name, stored in buffers.items()}
 
 
 def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:

@@ -7,6 +7,7 @@ micro-batches and averages. Weights, optimizer state and whatever else the scena
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib
 import math
@@ -561,8 +562,8 @@ def refusals():
 
 @pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
 def test_what_cannot_be_cut_is_refused_by_name(world):
-    """SparseAdam always; LBFGS unless nothing is sharded; unknown classes where a tensor is cut. Not Adafactor and Muon,
-    whose tensors are not. The message names the class, and the tensor that would be cut, and says what works."""
+    """SparseAdam always; LBFGS unless nothing is sharded; unknown classes where a tensor may be cut. Not Adafactor and
+    Muon, whose tensors are not. The message names the class, and a tensor that it updates, and says what works."""
     for found in ranks.run(world, refusals):
         for (what, where), text in ((key, text) for key, text in found.items() if isinstance(key, tuple)):
             cut = where in ("unit", "model", "tensor") or where > 0
@@ -583,7 +584,158 @@ def test_what_cannot_be_cut_is_refused_by_name(world):
         assert "type" in found["class"]
         assert "NoneType" in found["in a list"]
         assert "optimizer 0, group 0, parameter 6" in found["foreign"]
-        assert "optimizer 1, group 0, parameter 0" in found["twice"]
+        assert "optimizer 1, group 0, parameter 0, which is '0.weight'" in found["twice"]
+
+
+class Rows(torch.optim.Optimizer):
+    """Muon's kind: it needs matrices, and gives each parameter a gradient."""
+
+    def __init__(self, params, lr=0.02):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                norm = p.grad.reshape(len(p), -1).pow(2).sum(1).sqrt().clamp_min(1e-3)
+                p.sub_(group["lr"] * p.grad / norm.view(-1, *[1] * (p.dim() - 1)))
+
+
+class WholeRows(Rows):
+    whole = True
+
+
+def square(width):
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(width, width), nn.Tanh())])
+
+
+def by_width(stage, layout):
+    """Which widths of a model an optimizer that says nothing of itself is refused at, when it is given and later."""
+    found = {}
+    for width in (4, 8, 12, 16, 24, 32, 64):
+        model = square(width)
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        try:
+            zeroshard.shard(model, Rows(matrices), stage=stage, layout=layout)
+            found[width] = ""
+        except UserError as error:
+            found[width] = f"{error}"
+        later, first = square(width), nn.Linear(2, 2)
+        model = nn.Sequential(first, later)
+        optimizer = Rows(first.parameters()) if stage == 0 or found[width] == "" else None
+        if optimizer is not None:
+            zeroshard.shard(model, optimizer, stage=stage, layout=layout)
+            optimizer.add_param_group({"params": [later[0].weight]})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "layout", "starts"),
+    [
+        (2, 1, None, False),
+        (2, 2, None, False),
+        (3, 3, None, False),
+        (2, 0, None, True),
+        (1, 3, None, True),
+        (2, 3, Layout(bounds="tensor"), True),
+        (2, 3, Layout(whole=["*"]), True),
+    ],
+)
+def test_whether_an_unknown_class_starts_does_not_depend_on_where_cuts_fall(world, stage, layout, starts):
+    """At no width of the model, though at some nothing is cut; and the words name the class, a parameter and the line."""
+    for found in ranks.run(world, by_width, stage, layout):
+        assert {told == "" for told in found.values()} == {starts}
+        for told in filter(None, found.values()):
+            assert "Rows.elementwise = True" in told and "Rows.whole = True" in told and "'0.weight'" in told
+
+
+def owns_nothing(stage, layout):
+    """Train with matrices of which there are fewer than ranks, so that a rank has no part in their optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 6, 3), nn.Flatten(), nn.Linear(12, 8))
+    optimizer = [
+        WholeRows([model[0].weight]),
+        torch.optim.SGD([model[2].weight, model[2].bias], lr=0.1),
+    ]
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage, layout=layout)
+    for _ in range(2):
+        model(torch.ones(2, 4, 4)).square().mean().backward()
+        for each in optimizer:
+            each.step()
+            each.zero_grad()
+    with contextlib.nullcontext() if zero is None else zero.gathered():
+        return [p.detach().clone() for p in model.parameters() if p is not model[0].bias], [
+            p.dim() for p in optimizer[0].param_groups[0]["params"]
+        ]
+
+
+@pytest.mark.parametrize("layout", [None, Layout(bounds="tensor")], ids=["", "tensor"])
+def test_a_rank_that_owns_none_of_a_groups_tensors_runs_its_step(stage, layout):
+    """On a tensor of as many dimensions, without elements: by a class that takes each for what it was given."""
+    want, _ = owns_nothing(None, None)
+    for found, dims in ranks.run(2, owns_nothing, stage, layout):
+        assert dims == [3]
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, want, strict=True))
+
+
+def around(engine, shares):
+    """The Lookahead of many repositories, made as the refusal says."""
+
+    class Lookahead(torch.optim.Optimizer):
+        elementwise = True
+
+        def __init__(self, inner, k=2, alpha=0.5):
+            if shares is not None:
+                super().__init__(inner.param_groups, inner.defaults)
+            self.inner, self.k, self.alpha, self.count = inner, k, alpha, 0
+            self.param_groups = inner.param_groups
+            self.defaults = inner.defaults
+            self.state = inner.state if shares else collections.defaultdict(dict)
+
+        def step(self, closure=None):
+            self.inner.step()
+            self.count += 1
+            for p in (p for group in self.param_groups for p in group["params"]):
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if self.count % self.k == 0:
+                    with torch.no_grad():
+                        slow.lerp_(p, self.alpha)
+                        p.copy_(slow)
+
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=0.01))
+    engine.shard(model, optimizer)
+    engine.train(model, optimizer, range(4))
+    return model
+
+
+def test_an_optimizer_around_another_trains_and_is_saved_as_the_refusal_says(stage):
+    check(around, True, stages=(stage,))
+
+
+def refuses_around(shares):
+    model = nn.Linear(3, 3)
+
+    class Engine:
+        def shard(self, model, optimizer):
+            zeroshard.shard(model, optimizer, stage=3)
+
+        def train(self, *_):
+            raise AssertionError("accepted")
+
+    with pytest.raises(UserError) as error:
+        around(Engine(), shares)
+    assert model is not None
+    return f"{error.value}"
+
+
+def test_an_optimizer_without_torchs_init_or_with_states_inside_is_refused_by_name():
+    for shares, says in ((None, "super().__init__(inner.param_groups"), (False, "self.state = self.inner.state")):
+        for told in ranks.run(2, refuses_around, shares):
+            assert "Lookahead" in told and says in told
 
 
 def sparse():

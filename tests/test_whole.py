@@ -339,7 +339,11 @@ def refused():
 def test_what_is_refused_of_whole_tensors():
     for found in ranks.run(2, refused):
         assert "Layout.whole matches no parameter" in found["pattern"] and "0.weight" in found["pattern"]
-        assert "cut already" in found["added"] and "'0.weight'" in found["added"] and "Layout(whole=" in found["added"]
+        assert (
+            "laid out already" in found["added"]
+            and "'0.weight'" in found["added"]
+            and "Layout(whole=" in found["added"]
+        )
         assert found["added whole"] == ""
         assert "Layout.align matches no parameter" in found["nothing"]
         assert "never cut, and cut between blocks" in found["both"] and "'0.weight'" in found["both"]

@@ -194,7 +194,7 @@ class Engine:
 
     def check_added(self, optimizer: torch.optim.Optimizer, added: list[nn.Parameter]) -> None:
         """Refuse parameters of an added group that this optimizer cannot update."""
-        check_added(self.model, self.buffers, self.bindings, optimizer, added)
+        check_added(self.model, self.layout, self.buffers, self.bindings, optimizer, added)
 
     # --- before each forward and step -------------------------------------------------------------------------------
 

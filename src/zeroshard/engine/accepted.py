@@ -66,6 +66,31 @@ def block_of(optimizer: Any) -> int | None:
     return block if isinstance(block, int) else known
 
 
+def _check_made(optimizer: Any) -> None:
+    """Refuse an optimizer that has no hooks of steps, since its class never called that of torch."""
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+        raise UserError(
+            "an optimizer's class does not call torch.optim.Optimizer.__init__, so its steps have no hooks",
+            where=type(optimizer).__name__,
+            instead="super().__init__(params, defaults) in its __init__; around another optimizer "
+            "super().__init__(inner.param_groups, inner.defaults), and self.state = inner.state",
+        )
+
+
+def _check_inside(optimizer: Any) -> None:
+    """Refuse an optimizer around another whose states it does not share: no checkpoint would hold these."""
+    for name, value in vars(optimizer).items():
+        held = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        for inner in (each for each in held if isinstance(each, torch.optim.Optimizer)):
+            if inner.state is not optimizer.state:
+                raise UserError(
+                    "an optimizer inside this one keeps states of its own, which no checkpoint would hold",
+                    where=f"{type(optimizer).__name__}.{name}, {type(inner).__name__}",
+                    instead=f"self.state = self.{name}.state in its __init__, one dict for both; or shard(model, ...) "
+                    "with the optimizers inside, and what is around them in your loop",
+                )
+
+
 def _check_overrides(optimizer: Any) -> None:
     """Refuse options of single parameters that bitsandbytes knows by their ids: its optimizer gets parts of these."""
     manager = getattr(optimizer, "mng", None)
@@ -87,6 +112,9 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
     found = together(shapes, layout, stacks)
     records = {id(record.param): record for record in managed}
     for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _check_made(optimizer)
+            _check_inside(optimizer)
         _check_overrides(optimizer)
         _check_matrices(optimizer, [records[id(p)].name for p in updated(optimizer) if id(p) in records], stacks)
     for optimizer in () if replicated or layout.bounds == "tensor" else optimizers:
@@ -159,10 +187,15 @@ def check_by_bucket(optimizers: Sequence[Any]) -> None:
 
 
 def check_added(
-    model: nn.Module, buffers: list[Buffer], bindings: list[Binding], optimizer: Any, added: list[nn.Parameter]
+    model: nn.Module,
+    layout: Layout,
+    buffers: list[Buffer],
+    bindings: list[Binding],
+    optimizer: Any,
+    added: list[nn.Parameter],
 ) -> None:
-    """Refuse a parameter from `add_param_group` after `shard` that is not the model's, is updated already, or is cut
-    where this optimizer cannot have a cut."""
+    """Refuse a parameter from `add_param_group` after `shard` that is not the model's, is updated already, or may be
+    cut where this optimizer cannot have a cut."""
     ignored = {id(param) for param in model.parameters() if not hasattr(param, "_zeroshard")}
     updated = {id(member.place) for binding in bindings for member in binding.members}
     for param in added:
@@ -176,11 +209,12 @@ def check_added(
         if place is not None and place.buffer.placements.optimizer:
             bucket, slot = place.buffer.bucket, place.buffer.bucket.slots[place.position]
             _check_matrices(optimizer, [slot.name], {slot.name} if slot.matrix else ())
-            block = block_of(optimizer)
+            block, told = block_of(optimizer), bucket.block != 1 or bucket.size == 1 or layout.bounds == "tensor"
             spread = place.buffer.placements.optimizer is Degree.ALL and not bucket.whole
-            if (bucket.cuts(slot) or spread) and not (block and bucket.block % block == 0 and slot.numel % block == 0):
+            may_cut = bucket.cuts(slot) or spread or (block is None and not told)  # wherever cuts happen to be
+            if may_cut and not (block and bucket.block % block == 0 and slot.numel % block == 0):
                 raise UserError(
-                    "an optimizer got a parameter that is cut already, and not as it needs it",
+                    "an optimizer got a parameter that is laid out already, and not as it may need it",
                     where=f"{type(optimizer).__name__}, a group that was added, parameter {place.name!r}",
                     instead=f"give it the parameter before shard(...), or Layout(whole=[{place.name!r}])",
                 )
@@ -199,8 +233,12 @@ def check_optimizers(
     partition: Partition,
     blocks: dict[str, int],
     over: Degree,
+    layout: Layout,
 ) -> None:
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice.
+
+    Whether an optimizer of unknown kind is refused depends on what may be cut, where a team has several ranks, and
+    never on where cuts happen to be: so no size of a model and no other number of ranks changes it.
 
     blocks: elements of each parameter that are not cut apart, where the layout or its optimizer says so. over: which
     ranks their states are sharded over.
@@ -211,9 +249,10 @@ def check_optimizers(
     for number, optimizer in enumerate(optimizers):
         slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
         held = [slot.name for bucket, slot in slots if bucket.cuts(slot) or (spread and not bucket.whole)]
-        cut = [name for name in held if not (replicated or name in blocks)]
+        may_cut = [slot.name for bucket, slot in slots if (bucket.size > 1 and layout.bounds != "tensor") or spread]
+        undeclared = [name for name in may_cut if not (replicated or name in blocks)]
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
-        check_optimizer(optimizer, partition, cut, replicated=replicated)
+        check_optimizer(optimizer, partition, undeclared, replicated=replicated)
         check_options(optimizer, number)
         for param in () if replicated else (each for each in updated(optimizer) if names.get(id(each)) in held):
             for key, value in optimizer.state.get(param, {}).items():
@@ -225,9 +264,10 @@ def check_optimizers(
             for position, param in enumerate(group["params"]):
                 where = f"optimizer {number}, group {at}, parameter {position}"
                 if id(param) not in known:
-                    raise UserError(_FOREIGN, where=where, instead=_TOGETHER)
+                    raise UserError(_FOREIGN, where=f"{where}, shape {tuple(param.shape)}", instead=_TOGETHER)
                 if id(param) in seen:
-                    raise UserError(_TWICE, where=where, instead=_ONCE)
+                    own = names.get(id(param)) or next(n for n, p in model.named_parameters() if p is param)
+                    raise UserError(_TWICE, where=f"{where}, which is {own!r}", instead=_ONCE)
                 seen.add(id(param))
 
 
@@ -282,10 +322,10 @@ def check_parts(optimizer: Any, parted: list[str]) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, partition: Partition, cut: list[str], *, replicated: bool) -> None:
+def check_optimizer(optimizer: Any, partition: Partition, undeclared: list[str], *, replicated: bool) -> None:
     """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update.
 
-    cut: of what it updates, what lies on several ranks without a word of where a cut may be.
+    undeclared: of what it updates, what may be cut at this stage without a word of where a cut may be.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
@@ -309,13 +349,13 @@ def check_optimizer(optimizer: Any, partition: Partition, cut: list[str], *, rep
             instead="shard(..., stage=0)",
         )
     block = block_of(optimizer)
-    if block is None and cut and not (is_torch and name == "LBFGS"):
+    if block is None and undeclared and not (is_torch and name == "LBFGS"):
         raise UserError(
             "zeroshard does not know whether this optimizer is elementwise",
-            where=f"{name}, parameter {cut[0]!r} is cut",
-            expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
-            instead="set elementwise = True if each element is updated by itself, block = 256 if 256 elements are "
-            "together, whole = True if a tensor is; or Layout(whole=[...]), Layout(align={...}) by parameter",
+            where=f"{name}, which updates parameter {undeclared[0]!r}",
+            expected=f"one of {sorted(BY_TENSOR)}, or an attribute of the class that says how it updates",
+            instead=f"{name}.elementwise = True if each element is updated by itself, {name}.whole = True if a tensor "
+            "is updated as a whole, block = 256 if 256 elements are; or Layout(whole=[...]), Layout(align={...})",
         )
     if partition.align < 128 and any(group.get("fused") for group in optimizer.param_groups):
         raise UserError(

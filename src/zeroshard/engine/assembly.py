@@ -108,7 +108,7 @@ class Assembly:
             self.partition = partition(self._specs(layout, block), layout, self.group.team.size, axis_team.size)
             check_settings(self.partition, layout, comm, self.precision)
             over = self.placements.optimizer
-            check_optimizers(self.model, self.managed, optimizers, self.partition, block, over)
+            check_optimizers(self.model, self.managed, optimizers, self.partition, block, over, layout)
             check_offload(optimizers, self.offload)
             for feature in features():
                 feature.check(self, optimizers)

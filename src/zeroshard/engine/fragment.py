@@ -331,7 +331,7 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
 
 def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, ...]]]:
     """Return what an optimizer on this rank updates together of a slot, and in which shape: 1-D; the parameter's if
-    this rank has all. Of stacked matrices each by itself, empty if another rank has it.
+    this rank has all, and with no last dimension if another one has. Of stacked matrices each by itself.
 
     A parameter without dimensions has one here nevertheless: so a count of steps, which has none, differs from it.
     """
@@ -340,8 +340,19 @@ def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, .
     if slot.matrix and slot.numel:
         numel = math.prod(slot.matrix)
         each = [(Elements(at, at + numel), slot.matrix) for at in range(0, slot.numel, numel)]
-        return [(p, s) if held.start <= p.start and p.stop <= held.stop else (Elements(0, 0), (0,)) for p, s in each]
+        return [
+            (p, s) if held.start <= p.start and p.stop <= held.stop else (Elements(0, 0), _nothing_of(s))
+            for p, s in each
+        ]
+    if slot.shape and held.numel in (0, slot.numel) and not buffer.bucket.cuts(slot):
+        return [(held, slot.shape if held.numel else _nothing_of(slot.shape))]
     return [(held, slot.shape if slot.shape and held.numel == slot.numel else (held.numel,))]
+
+
+def _nothing_of(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without elements that has as many dimensions, and can be made 2-D by view(len(p), -1): a rank that
+    updates nothing of a group runs its optimizer's step on one such tensor."""
+    return *shape[:-1], 0
 
 
 def _address(param: Tensor) -> int:

@@ -62,6 +62,14 @@ _FIELDS = {
 }
 
 
+COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it is around
+
+
+def plain_name(name: str) -> str:
+    """Return the name that a module or tensor of a model has without `torch.compile`."""
+    return ".".join(part for part in name.split(".") if part != COMPILED) if COMPILED in name else name
+
+
 @dataclass(frozen=True)
 class Layout:
     """The settings by which parameters are grouped into units and buckets, and cut between ranks.

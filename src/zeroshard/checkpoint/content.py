@@ -29,7 +29,7 @@ from ..engine.optim import Binding
 from ..engine.unit import Managed
 from ..errors import CheckpointError, UserError
 from ..hashing import digest
-from ..layout import Bucket, Slot
+from ..layout import Bucket, Slot, plain_name
 from ..numerics import Precision, dense
 from ..ranks.agreement import Group
 from ..resting import placements
@@ -60,7 +60,7 @@ class ModelState:
         for name, param in self.model.named_parameters(remove_duplicate=False):
             record = found.setdefault(id(param), Managed(param, [], [], -1))
             if record.unit < 0:
-                record.names.append(name)
+                record.names.append(plain_name(name))
                 self.alone[id(param)] = _alone(record, self.group)
         self.records = list(found.values())
         for buffer in (*self.buffers, *self.alone.values()):
@@ -344,7 +344,7 @@ def persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         for name, tensor in module._buffers.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
-                yield (f"{path}.{name}" if path else name), tensor
+                yield plain_name(f"{path}.{name}" if path else name), tensor
 
 
 def told_buffers(running: ModelState) -> dict[str, list[Any]]:

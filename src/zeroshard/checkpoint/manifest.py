@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError, UserError
+from ..layout import COMPILED, plain_name
 from ..strips import ONE_STRIP, Strips
 from .dtypes import TORCH_DTYPES
 from .files import BLOCK, MANIFEST, Reader, canonical, damaged, opened, read_manifest, replaced
@@ -38,6 +39,7 @@ UNCUT = 1  # the version that all read which know of no `strips`: of checkpoints
 IN_PARTS = 3  # the version in which each rank's part lists what its file holds: see `parts.py`
 LOCAL = 4  # the version in which buffers of each rank's own are listed; in parts where it has "cut"
 READ = UNCUT, VERSION, IN_PARTS, LOCAL
+NAMING = {"parameters", "fragments", "grains", "cut", "values", "buffers", "local_buffers", "optimizers"}
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 AVERAGE = "average"  # of its values
@@ -87,6 +89,8 @@ class Saved:
 
     def __post_init__(self) -> None:
         try:
+            if self.descriptor >= 0 and any(COMPILED in name for name in self.manifest.get("parameters", ())):
+                self.manifest |= {key: _without_compile(self.manifest[key]) for key in NAMING & self.manifest.keys()}
             self._check()
             if self.descriptor >= 0:
                 tell = self._told if self._parted else None
@@ -228,7 +232,7 @@ class Saved:
         try:
             found = [each for each in self._beside if each[2].file == file]
             for name, state, start, stop, offset in self._list(part["fragments"]):
-                key = self._key(name, state)
+                key = self._key(name if name in self.parameters else _without_compile(name), state)
                 stored = self._interval(self.dtypes[key], file, offset, start, stop)
                 self._add(key, stored)
                 found.append((*key, stored))
@@ -497,6 +501,15 @@ class Saved:
             yield saved
         finally:
             saved.reader.close()
+
+
+def _without_compile(value: Any) -> Any:
+    """Return entries of a manifest with the names that they would have without `torch.compile`."""
+    if isinstance(value, dict):
+        return {plain_name(key): _without_compile(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_compile(each) for each in value]
+    return plain_name(value) if isinstance(value, str) else value
 
 
 def _empty(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ from ..tiers.offload import Offload
 from .buffer import Buffer
 from .fragment import check_cut
 from .optim import Binding
-from .unit import Managed
+from .unit import Managed, named_tensors
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
@@ -266,7 +266,7 @@ def check_optimizers(
                 if id(param) not in known:
                     raise UserError(_FOREIGN, where=f"{where}, shape {tuple(param.shape)}", instead=_TOGETHER)
                 if id(param) in seen:
-                    own = names.get(id(param)) or next(n for n, p in model.named_parameters() if p is param)
+                    own = names.get(id(param)) or next(n for n, p in named_tensors(model) if p is param)
                     raise UserError(_TWICE, where=f"{where}, which is {own!r}", instead=_ONCE)
                 seen.add(id(param))
 

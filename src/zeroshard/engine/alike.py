@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..device import ask
 from ..digests import fingerprint
 from ..errors import StateError
-from ..layout import Layout
+from ..layout import Layout, plain_name
 from ..numerics import as_bytes, dense, write_bytes
 from ..ranks.agreement import LEAVING, Group
 from .preflight import Contents
@@ -51,7 +51,7 @@ class Alike:
         now["edited"] = self._edited_here()
         named = self._model.named_buffers() if training and self._layout.buffers != "local" else ()
         self._sending = {}
-        for name, tensor in named:
+        for name, tensor in ((plain_name(name), tensor) for name, tensor in named):
             if not dense(tensor):
                 now[name] = self._content.of(tensor)
             elif tensor.numel() and not tensor.is_meta:

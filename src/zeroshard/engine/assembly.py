@@ -54,6 +54,7 @@ from .unit import (
     managed_parameters,
     matching,
     materialise,
+    named_tensors,
 )
 
 
@@ -186,7 +187,7 @@ class Assembly:
         modules = _own_modules(self.units)
         initialise = Initialiser(self.model, init)
         buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self.units}
-        named = {name: id(each) for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
+        named = {name: id(each) for name, each in named_tensors(self.model)}
         fresh = {named[name] for name, giver in self.givers.items() if giver is None}
         given = {named[name]: giver for name, giver in self.givers.items() if giver is not None}
         lacking = {id(each) for each in (*self.model.parameters(), *self.model.buffers()) if each.is_meta}

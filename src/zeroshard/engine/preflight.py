@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from ..device import ask
 from ..device import describe as device_facts
 from ..errors import PeerError, UserError
-from ..layout import BLOCK, Layout, Partition
+from ..layout import BLOCK, Layout, Partition, plain_name
 from ..numerics import Precision, as_bytes, dense, parts, simulated
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
 from ..tiers.offload import Offload
 from .options import words
-from .unit import Managed
+from .unit import Managed, named_tensors
 
 log = logging.getLogger("zeroshard")
 
@@ -134,6 +134,7 @@ def check_memory(model: nn.Module, managed: list[Managed]) -> None:
     moved = {id(record.param) for record in managed}
     named: list[tuple[str, str, Tensor]] = [("parameter", *each) for each in model.named_parameters()]
     named += [("buffer", *each) for each in model.named_buffers()]
+    named = [(kind, plain_name(name), each) for kind, name, each in named]
     held = [
         Held(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _reach(tensor), order, kind, name, tensor)
         for order, (kind, name, tensor) in enumerate(named)
@@ -266,11 +267,11 @@ def describe(
         kind = f"{tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad} names={record.names}"
         facts[f"parameter {record.name!r}"] = kind
     facts[LOCAL], local = {}, layout.buffers == "local"
-    for name, tensor in model.named_buffers():
+    for name, tensor in ((plain_name(name), each) for name, each in model.named_buffers()):
         kind = f"{tuple(tensor.shape)} {tensor.dtype}" if dense(tensor) else Contents().of(tensor)
         (facts[LOCAL] if local else facts)[f"buffer {name!r}"] = kind
     facts["units"] = units
-    facts[ABSENT] = [n for n, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    facts[ABSENT] = [name for name, each in named_tensors(model) if each.is_meta]
     for number, optimizer in enumerate(optimizers):
         for at, group in enumerate(optimizer.param_groups):
             where = f"optimizer {number} ({type(optimizer).__name__}) group {at}"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, nearest
-from ..layout import LARGE, Layout
+from ..layout import COMPILED, LARGE, Layout, plain_name
 from ..layout import matching as names_matching
 from .buffer import Buffer
 
@@ -111,6 +111,16 @@ class Unit:
                 buffer.release()
 
 
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of a model's parameters and then buffers, each once and as without `torch.compile`."""
+    return ((plain_name(name), each) for name, each in (*model.named_parameters(), *model.named_buffers()))
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (name, module) of all modules, as without `torch.compile`: a compiled one before what it is around."""
+    return [(plain_name(name), module) for name, module in model.named_modules()]
+
+
 def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], layout: Layout) -> list[Managed]:
     """List every parameter once, in the order of registration, except the ignored ones."""
     index = {id(module): i for i, (_, module) in enumerate(units)}
@@ -118,7 +128,7 @@ def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], lay
     names: list[str] = []
     for path, module, unit in _walk("", model, 0, index):
         for name, param in module._parameters.items():
-            names.append(full := f"{path}.{name}" if path else name)
+            names.append(full := plain_name(f"{path}.{name}" if path else name))
             if param is None or any(fnmatch.fnmatchcase(full, pattern) for pattern in layout.ignore):
                 continue
             record = found.setdefault(id(param), Managed(param, [], [], unit))
@@ -168,7 +178,7 @@ def find_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
     chosen = _automatic("", model) if layout.units is None else _chosen(model, layout)
     units: dict[int, tuple[str, nn.Module]] = {id(model): ("", model)}
     for name, module in chosen:
-        units.setdefault(id(module), (name, module))
+        units.setdefault(id(module), (plain_name(name), module))
     names = [name for name, _ in units.values() if name]
     for pattern in () if isinstance(layout.recompute, bool) else layout.recompute:
         if not fnmatch.filter(names, pattern):
@@ -177,12 +187,13 @@ def find_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
 
 
 def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
-    modules = list(model.named_modules())
+    modules = named_modules(model)
     result = []
     assert layout.units is not None
     for wanted in layout.units:
         if isinstance(wanted, str):
             hits = [(n, m) for n, m in modules if fnmatch.fnmatchcase(n, wanted) or type(m).__name__ == wanted]
+            hits = [*{n: (n, m) for n, m in reversed(hits)}.values()]  # the compiled one of two of one name
         elif isinstance(wanted, type) and issubclass(wanted, nn.Module):
             hits = [(name, module) for name, module in modules if isinstance(module, wanted)]
         else:
@@ -208,6 +219,7 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
 def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find units: children of the outermost containers of blocks, and outside of these large subtrees."""
     result: list[tuple[str, nn.Module]] = []
+    module = module._modules.get(COMPILED) or module
     holds_blocks = isinstance(module, nn.ModuleList) or (
         isinstance(module, CONTAINERS) and not _contains(module, nn.ModuleList)
     )
@@ -326,7 +338,7 @@ def units_named(
         return list(units)
     index = {id(record.param): record.unit for record in managed}
     names = {name: record.unit for record in managed for name in record.names}
-    modules = dict(model.named_modules())
+    modules = dict(reversed(named_modules(model)))
     found: set[int] = set()
     for item in what:
         if isinstance(item, str):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import Zero
+from ..engine.unit import named_tensors
 
 OWN = "_zeroshard_zero"  # the attribute that holds the Zero of a model that a trainer has sharded
 FOLDER = "zeroshard"  # in a trainer's checkpoint: what zero.save wrote
@@ -35,7 +36,7 @@ def whole_state(zero: Zero) -> dict[str, Any]:
 
 def params_of(zero: Zero, optimizer: Any) -> Iterator[nn.Parameter]:
     """Yield the model's parameters that an optimizer updates on any rank: its groups hold only this rank's part."""
-    params = dict(zero.model.named_parameters())
+    params: dict[str, Any] = dict(named_tensors(zero.model))
     for each, _, places in zero.optimizer_members():
         if each is optimizer:
             yield from (params[slot.name] for _, slot in places)

@@ -35,7 +35,7 @@ from ..digests import raw
 from ..engine.buffer import Buffer
 from ..errors import CheckpointError, UserError
 from ..fields import check_flag
-from ..layout import Slot
+from ..layout import Slot, plain_name
 from ..ranks.agreement import Group
 from ..ranks.together import Together
 from ..stage import Degree
@@ -354,7 +354,8 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
 def held_whole(running: ModelState) -> dict[str, Tensor]:
     """Return what every rank holds whole: buffers, and parameters that zeroshard was told to leave alone."""
     managed = {record.name for record in running.managed}
-    return dict(persistent(running.model)) | {n: p for n, p in running.model.named_parameters() if n not in managed}
+    named = ((plain_name(name), param) for name, param in running.model.named_parameters())
+    return dict(persistent(running.model)) | {name: param for name, param in named if name not in managed}
 
 
 def place(into: Any, name: str, buffer: Buffer, slot: Slot, part: int, values: Tensor) -> None:

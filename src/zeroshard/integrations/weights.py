@@ -27,7 +27,7 @@ from ..engine.unit import Initialiser
 from ..errors import CheckpointError, UserError
 from ..events import Ledger
 from ..fields import check_flag
-from ..layout import Layout
+from ..layout import Layout, plain_name
 from ..numerics import Precision
 from ..ranks.agreement import Group
 from ..ranks.comm import Comm
@@ -109,20 +109,19 @@ class Weights:
     def __init__(self, path: Path) -> None:
         """Open the files. Raises `CheckpointError` for a folder that is none of weights, or is not whole."""
         self.path = path
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self._files: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # by names as without torch.compile
+        self._files: dict[str, tuple[Any, str]] = {}  # and the names there
         for file in self._listed():
             if not file.is_file():  # links are fine: Hugging Face's cache is made of them
                 raise CheckpointError("no such file of weights", where=str(file), expected="a regular file")
             try:
                 opened: Any = safe_open(file, "pt")
                 for name in opened.keys():  # noqa: SIM118  # no mapping
-                    self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-                    self._files[name] = opened
+                    self.shapes[plain_name(name)] = tuple(opened.get_slice(name).get_shape())
+                    self._files[plain_name(name)] = opened, name
             except (SafetensorError, OSError) as error:
                 raise CheckpointError("a file of weights is damaged", where=str(file), got=f"{error}") from error
-        if self._promised - self.shapes.keys():
-            missing = sorted(self._promised - self.shapes.keys())[:5]
+        if missing := sorted(self._promised - {name for _, name in self._files.values()})[:5]:
             raise CheckpointError("the index lists tensors that no file has", where=str(path / INDEX), got=missing)
 
     def _listed(self) -> list[Path]:
@@ -156,7 +155,8 @@ class Weights:
 
     def interval(self, name: str, start: int, stop: int) -> Tensor:
         """Read elements [start, stop) of a tensor, counted flat, in its dtype. 1-D."""
-        tensor = self._files[name].get_slice(name)
+        opened, stored = self._files[name]
+        tensor = opened.get_slice(stored)
         parts = []
         for box in boxes(self.shapes[name], start, stop):
             part = tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))
@@ -178,7 +178,7 @@ def _all_names(model: nn.Module) -> dict[int, tuple[list[str], Tensor]]:
     """Return {id: (all names, tensor)} of every parameter and saved buffer; below an adapter also the base's names."""
     found: dict[int, tuple[list[str], Tensor]] = {}
     others = adapters.candidates(model) if adapters.is_adapted(model) else {}
-    parameters = model.named_parameters(remove_duplicate=False)
+    parameters = ((plain_name(name), each) for name, each in model.named_parameters(remove_duplicate=False))
     for name, tensor in (*parameters, *persistent(model)):
         found.setdefault(id(tensor), ([], tensor))[0].extend(others.get(name, [name]))
     return found

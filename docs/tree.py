@@ -18,7 +18,7 @@ ORDER = (
     "errors.py", "features.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
     "owners.py", "layout.py", "matrices.py", "headroom.py", "flow.py", "nvrtc.py", "device.py", "resting.py",
     "twins.py", "numerics.py", "bins.py", "fp8.py", "int8.py", "halves.py", "hashing.py", "digests.py",
-    "ranks/launcher.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
+    "ranks/launcher.py", "ranks/left.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
     "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",
     "ranks/neighbours.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py", "ranks/process_team.py",
     "ranks/column.py", "ranks/levels.py", "ranks/process_group.py", "ranks/mesh.py", "ranks/own_collectives.py",

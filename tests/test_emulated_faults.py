@@ -793,3 +793,55 @@ ALL = [0, 1]
 )
 def test_what_gets_through_by_itself_is_what_no_device_waits_for_in_vain(told, limits):
     assert [ending.complete(told)[place, (0, 1)] for place in range(len(limits))] == limits
+
+
+# --- a vote ---------------------------------------------------------------------------------------------------------------
+
+
+class Failed(Exception):
+    pass
+
+
+def votes_by_the_device(stage, where):
+    """Rank 1 fails once in the second step; all vote over the program's own group in the device's queue, and try again."""
+    failing, told = [ranks.rank() == 1], []
+
+    def fails(*_):
+        if number == 1 and failing[0]:
+            failing[0] = False
+            raise Failed
+
+    model, optimizer, zero = sharded(stage, trip=lambda: fails() if where == "forward" else None)
+    if where == "backward":
+        model.blocks[1].register_forward_hook(lambda _, __, out: out.register_hook(fails) and None)
+    for number in range(2):
+        for _ in range(4):
+            worked = False
+            try:
+                loss(model, batch(number, ranks.rank())).backward()
+                worked = True
+            except (Failed, PeerError) as error:
+                told.append(f"{type(error).__name__}: {error}")
+            flag = torch.tensor([int(worked)], dtype=torch.int32).to("emu")
+            dist.all_reduce(flag, dist.ReduceOp.SUM)
+            if flag.item() == ranks.world():
+                break
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_plain(model, zero)
+    return told
+
+
+@pytest.mark.row(3)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_vote_in_the_devices_queue_gets_through(where, stage):
+    """What the others have in that queue for the failed rank ends, so that their votes do; then all have plain bits."""
+    others, failed = emulated.run(2, votes_by_the_device, stage, where, patience=8.0, group_timeout=1000.0)
+    assert [each.partition(":")[0] for each in failed] == ["Failed"]
+    (heard,) = others
+    assert heard.startswith("PeerError: another rank has left what this rank is at"), heard
+    assert {"forward": "rank 1: forward 2 raised Failed", "backward": "rank 1: an exception ended backward 2"}[
+        where
+    ] in heard

@@ -207,6 +207,10 @@ class Backward(Transaction):
     def running(self) -> bool:
         return self.begun and in_backward()
 
+    def left(self) -> bool:
+        # Not by its call alone: on a device its hooks run on a thread of autograd's, below no call of backward.
+        return self.begun and self._callback is None and super().left()
+
     def abandon(self) -> None:
         if self.begun:
             self._task = self.call = None

@@ -40,11 +40,15 @@ class Forward(Transaction):
         self.releases = releases
         self.frames: list[Frame] = []
         self.grad = False  # was it called in grad mode?
+        self.whole = -1  # backwards that had begun when the last one in grad mode ended without an exception
         self.alone: Unit | None = None  # the unit that it begins with, if no other rank need take part in it
 
     @property
     def begun(self) -> bool:
         return bool(self.frames)
+
+    def left(self) -> bool:
+        return super().left() and self.begun
 
     @property
     def kind(self) -> str:

@@ -263,12 +263,18 @@ class Schedule:
 
     def _finish_forward(self, output: Any) -> None:
         error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, PeerError):
+        raised = error is not None and not isinstance(error, PeerError)
+        if raised:
             forward = f"forward {self.group.numbers['forward']}"
             self.group.progress.trouble = f"{forward} raised {type(error).__name__}: {error}"
         # Asking the peers again after these would only wait for them again: the next verb does it otherwise.
         if self.script.active and not (getattr(error, "agreed", False) or self.group.interrupted):
             self.script.finish()
+        backwards = self.group.numbers["backward"]
+        if raised and self.forward.whole != backwards:  # else one that was ended before it may have its backward
+            self.group.progress.left = self.group.progress.trouble
+        elif error is None and self.forward.grad:
+            self.forward.whole = backwards
         for unit in self.units:
             if unit.touched:
                 unit.close()
@@ -359,7 +365,8 @@ class Schedule:
             self.forward.abandon()  # an interrupt went past every hook
         segment = self.script.active and not (self.forward.begun or self.backward.begun)
         left = any(each.begun and not each.running() for each in self.transactions)
-        if self.group.interrupted or segment or left:
+        missed = self.group.missed and not self.reduction.kept()  # then this rank has nothing to lose by it
+        if self.group.interrupted or segment or left or missed:
             self.group.level(self._trouble())
 
     def _trouble(self) -> str:
@@ -367,6 +374,14 @@ class Schedule:
         if self.backward.begun:
             return self.backward.trouble
         return self.group.progress.trouble or f"an exception ended what came after {self.group.progress.met}"
+
+    def left(self) -> str:
+        if self.backward.left():
+            return self.backward.trouble
+        if self.forward.left():
+            return f"an exception ended forward {self.group.numbers['forward']}"
+        ended = any(each.left() for each in self.watcher.steps())
+        return f"an exception ended step {self.group.progress.steps + 1}" if ended else ""
 
     def unsettled(self) -> bool:
         return self.reduction.busy or any(each.begun for each in self.transactions)

@@ -29,6 +29,12 @@ class Transaction:
         """Tell if it is still on a stack: if it is begun and not, an exception has ended it."""
         return self.call is not None and self.call.running()
 
+    def left(self) -> bool:
+        """Tell on any thread, also of another one's, if an exception has ended it: it is begun and not running."""
+        call = self.call
+        # Whatever ends normally lets go of its call before it leaves the stack.
+        return call is not None and not call.running() and self.call is call
+
     def elsewhere(self) -> bool:
         """Tell if another thread runs it."""
         return self.call is not None and self.call.elsewhere()

@@ -85,6 +85,7 @@ class Progress:
     steps: int = 0  # that optimizers have completed
     turn: tuple[int, int] = (0, 0)  # in the script of gathers: how many are launched, of how many
     trouble: str = ""  # an exception that this rank alone may have had
+    left: str = ""  # the same, once it has ended a forward that all ranks ended together
     units: list[str] = dataclasses.field(default_factory=list)  # by bucket, the unit's name
     met: str = ""  # the last meeting
     awaited: tuple[str, int | None] | None = None  # the collective it waits for, and of which bucket
@@ -120,6 +121,9 @@ class Party(Protocol):
 
     def unsettled(self) -> bool:
         """Tell if gradients are on their way, or in use."""
+
+    def left(self) -> str:
+        """Return what an exception has ended here and no levelling yet, in words. Called on any thread."""
 
     def edits(self) -> str:
         """Return the edits of gradients by numbers, as text that ranks compare."""
@@ -210,6 +214,11 @@ class Group:
     def interrupted(self) -> bool:
         """True if an exception ended something in which other ranks wait for this one."""
         return self.left
+
+    @property
+    def missed(self) -> bool:
+        """True if others have left what they waited for, since this rank did not come to it."""
+        return False
 
     @property
     def launched(self) -> tuple[int, int]:

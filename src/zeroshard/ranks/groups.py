@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,6 +37,7 @@ from .calls import Call
 from .comm import Comm, Transport, mesh_told
 from .ending import BY_ITSELF, Ending
 from .launcher import could_not_meet, find_master
+from .left import Left
 from .shared_memory import SharedStream, cannot_share, share
 from .streams import Stream
 from .watch import ENDED, GONE, PATIENCE, Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
@@ -44,6 +46,8 @@ log = logging.getLogger("zeroshard")
 LATER = timedelta(minutes=1)  # than ours are time-outs of collectives in a device's queue
 CONNECTING = 4 << 20  # bytes of a collective for which backends connect ranks as for large ones
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
+_TORCHS = dist.is_initialized.__code__.co_filename  # as its compiled file says, wherever that lies now
+_OF_ALL = ("all_", "barrier", "monitored_barrier", "reduce_scatter")  # no rank gets through these before all have come
 ABORTING = 10.0  # seconds in which aborts return, unless the device waits for something else
 
 
@@ -153,6 +157,33 @@ def _nothing() -> dict[str, Any]:
 
 def _ignore(number: int) -> None:
     pass
+
+
+def _left_nothing(rank: int) -> Left:
+    return Left()
+
+
+def members_of(group: Any) -> list[int]:
+    """Return a group's ranks, by their number in the program."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def stands_in(thread: int, rank: int) -> str:
+    """Return the collective in which a thread's program waits for a rank, in words; "" if in none.
+
+    rank: its number in the program. A device's collective is not waited for inside the call, and not seen.
+    """
+    frame: FrameType | None = sys._current_frames().get(thread)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename == _TORCHS and code.co_name.startswith(_OF_ALL) and "group" in code.co_varnames:
+            try:
+                found = rank in members_of(frame.f_locals.get("group"))
+            except (KeyError, ValueError, RuntimeError):  # the group is being made, or is gone
+                found = False
+            return f"its program waits for all ranks in torch.distributed.{code.co_name}" if found else ""
+        frame = frame.f_back
+    return ""
 
 
 def _timeout(parent: Any) -> timedelta | None:
@@ -364,6 +395,7 @@ class Groups:
         self.queues = [at for at, each in enumerate(wanted) if self.queued and each.use not in CONTROL]
         self._parent = weakref.ref(parent)
         self.process, self.seat, self._engines = os.getpid(), sits, 0
+        self._thread = threading.get_ident()  # the program's own
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
         self._save_streams: dict[bool, Attended] = {}
         self.streams: list[Stream] = []
@@ -381,8 +413,7 @@ class Groups:
         self.loss: str | None = None  # why a collective did not complete
         self.aborted = False  # were the groups of data ended, in devices' queues?
         self.seen = ""  # what the other ranks said then
-        about, abort = weakref.WeakMethod(self._about), weakref.WeakMethod(self.abort)
-        summon = weakref.WeakMethod(self._summon)
+        about = weakref.WeakMethod(self._about)
         alike = mesh_told(sits)
         alike += f" and {on_axis.parts} teams of {on_axis.size} along an axis" if on_axis else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
@@ -391,9 +422,8 @@ class Groups:
             prepare(len(_in_queues()) + len(self.queues))
         try:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
-            self.watch.alarmed = lambda: (abort() or _nothing)()
+            self._answer()
             atexit.register(_last_words, weakref.ref(self))
-            self.watch.summoned = lambda number: (summon() or _ignore)(number)
             made = attend(self.watch, lambda: self._make(range(len(wanted))))
         except (RuntimeError, OSError) as error:
             if isinstance(error, Error):
@@ -402,6 +432,14 @@ class Groups:
         self._use(made)
         if transport != "gloo":
             self._share(parent, transport)
+
+    def _answer(self) -> None:
+        """Let the watch call this rank's groups, as long as there are any."""
+        abort, summon = weakref.WeakMethod(self.abort), weakref.WeakMethod(self._summon)
+        left = weakref.WeakMethod(self._left)
+        self.watch.alarmed = lambda: (abort() or _nothing)()
+        self.watch.summoned = lambda number: (summon() or _ignore)(number)
+        self.watch.looked_at = lambda rank: (left() or _left_nothing)(rank)
 
     def _use(self, made: Sequence[Any]) -> None:
         places = itertools.count()
@@ -503,6 +541,14 @@ class Groups:
     def _about(self) -> dict[str, Any]:
         speaker = None if self.speaker is None else self.speaker()
         return _nothing() if speaker is None else speaker.about()
+
+    def _left(self, rank: int) -> Left:
+        """Return what this rank has left, as a rank of the program asks. Called on the watch's thread."""
+        models = [each for each in (reference() for reference in self.engines.valuerefs()) if each is not None]
+        found = next((words for words in (each.left_open() for each in models) if words), "")
+        forward = next((each.progress.left for each in models if each.progress.left), "")
+        # Counts last: what is left at first, and not levelled, has not launched anything since.
+        return Left(found, stands_in(self._thread, rank), forward, [stream.count for stream in self.levelling])
 
     @property
     def parent(self) -> Any:

@@ -4,7 +4,7 @@ Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks th
 rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
 
 A rank that an interrupt takes out of work in which others wait for it calls all of them to a levelling before it does
-anything else: see `streams.py`.
+anything else: see `streams.py`. One whose program does something else first, others look for: see `left.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import weakref
 import zlib
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,9 +31,10 @@ from .agreement import Progress, refuse_forked
 from .calls import Call
 from .ending import BY_ITSELF, Ending
 from .groups import Groups
+from .left import next_looked_at
 from .shared_memory import SharedStream, join_launched
 from .streams import Launch, Stream, prune
-from .watch import ENDED, GONE
+from .watch import ENDED, GONE, PATIENCE
 
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
 EVERY_RANK = (
@@ -41,6 +42,7 @@ EVERY_RANK = (
 )
 STATE, THROUGH = "state", "through"  # are posted at a levelling's begin and end
 HEEDS = round(BY_ITSELF / SLICE.total_seconds())  # slices, after which calls to a levelling are seen too
+SELDOM = round(PATIENCE / SLICE.total_seconds())  # slices from one look at other ranks to the next, at most
 
 
 class Link:
@@ -112,7 +114,7 @@ class Link:
             prune(self.groups.levelling)  # a thread behind the training prunes its own
 
     def _wait_in_slices(self, handle: Any, *, queued: bool, levelling: bool = False) -> None:
-        asked = time.monotonic()
+        asked, looks, turn = time.monotonic(), HEEDS, 0
         for slices in itertools.count(1):
             error: Exception = RuntimeError("it did not come in time")
             try:
@@ -136,6 +138,8 @@ class Link:
             # launched all that it waits for until then. A wait that does not end is for a launch that never comes.
             if not levelling and (slices >= HEEDS or self.interrupted):
                 self.heed()
+            if slices == looks and not (levelling or self.behind):
+                looks, turn = looks + min(looks, SELDOM), turn + self._look(handle, turn)
 
     def _wait_for(self, handle: Any) -> None:
         try:
@@ -161,13 +165,17 @@ class Link:
     @property
     def interrupted(self) -> bool:
         """True if an exception left a verb in its middle."""
-        call = self.groups.call  # once: the watch's thread asks too
-        return call is not None and not call.running()
+        call = self.groups.call  # once: the watch's thread asks too, and a verb that ends lets go of its call first
+        return call is not None and not call.running() and self.groups.call is call
 
     def heed(self) -> None:
         """Take part in a levelling, if a rank has called for one, and raise `PeerError` to tell of it."""
         groups = self.groups
-        if self.behind or not (groups.watch.called > groups.levellings or groups.ends or self.interrupted):
+        if self.behind:
+            return
+        if self.left_by_others and not self.interrupted:
+            self._leave(self.left_by_others)
+        if not (groups.watch.called > groups.levellings or groups.ends or self.interrupted):
             return
         where = f"rank {self.rank}: {self.doing()}"
         whys = self.level("an exception ended what it was at" * self.interrupted)
@@ -176,6 +184,46 @@ class Link:
             where=where,
             got="; ".join(whys),
             instead="try again on every rank, from zero_grad() or the call that was interrupted; or end the program",
+        )
+
+    @property
+    def left_by_others(self) -> dict[int, str]:
+        """The ranks on account of which others have left what they waited for, before the next levelling; and why."""
+        return self.groups.watch.left.get(self.groups.levellings + 1, {})
+
+    def _look(self, handle: Any, turn: int) -> bool:
+        """Look at some of the ranks that a wait is for, and raise `PeerError` if one of them will not come."""
+        groups, found = self.groups, None
+        for place, stream in enumerate(groups.levelling):
+            if (number := stream.number_of(handle)) is not None:
+                found = place, number, stream.members
+        if found is None or len(found[2]) == 1:
+            return False
+        place, number, members = found
+        verb = self.progress.awaited[0] if self.progress.awaited else ""
+        backward = verb.startswith("backward") and not self.progress.left
+        told = groups.watch.look(next_looked_at(members, self.rank, turn), groups.ranks[self.rank])
+        left = {rank: each.keeps(place, number, backward=backward) for rank, each in told.items()}
+        if left := {rank: why for rank, why in left.items() if why}:
+            groups.watch.say_left(groups.levellings + 1, left)
+            self._leave(left)
+        return True
+
+    def _leave(self, left: dict[int, str]) -> NoReturn:
+        """Leave what this rank is at, because others have left it. This rank's next verb levels it.
+
+        Not now: the others come to that only after what their program does first, perhaps with this rank.
+        """
+        groups, where = self.groups, f"rank {self.rank}: {self.doing()}"
+        if groups.queued:  # its device may wait for what they never launch, and their program's vote for its device
+            groups.end(groups.levellings + 1)
+        groups.call = groups.call or Call()
+        raise PeerError(
+            "another rank has left what this rank is at, which all ranks do together",
+            where=where,
+            got="; ".join(f"rank {rank}: {why}" for rank, why in sorted(left.items())),
+            instead="catch this and that rank's own error, agree on what to do by a collective of your own if need be, "
+            "and try again on every rank, from zero_grad() or the call that was left; or end the program",
         )
 
     def level(self, why: str) -> list[str]:

@@ -91,7 +91,19 @@ class ProcessGroup(Group):
 
     @property
     def interrupted(self) -> bool:
-        return self.left or self._link.interrupted
+        return self.left or self._link.interrupted or bool(self.progress.left and self._link.left_by_others)
+
+    @property
+    def missed(self) -> bool:
+        return self.rank in self._link.left_by_others
+
+    def left_open(self) -> str:
+        """Return what an exception has ended here, in words, if all ranks level it at this rank's next verb."""
+        party = self.party
+        if found := "" if party is None else party.left():
+            return found
+        ended = self.left or self._link.interrupted
+        return f"an exception ended what came after {self.progress.met or 'shard(...)'}" if ended else ""
 
     @property
     def launched(self) -> tuple[int, int]:
@@ -114,6 +126,7 @@ class ProcessGroup(Group):
         for what in {what for each in told for what in each["numbers"]}:
             self.numbers[what] = max(each["numbers"].get(what, 0) for each in told)
         self.left, self.signalled = False, max(each["signalled"] for each in told)
+        self.progress.left = ""
         if self.party is not None:
             differ = len({each["edits"] for each in told}) > 1
             self.party.levelled(uneven or differ or any(each["unsettled"] for each in told))
@@ -173,7 +186,7 @@ class ProcessGroup(Group):
             self._disagree(rows, at, facts, torn=torn)
         self.progress.met = at
         if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
-            self.progress.trouble = ""
+            self.progress.trouble = self.progress.left = ""
         return rows
 
     def _rows(self, own: list[int], at: str) -> list[list[int]]:

@@ -125,6 +125,10 @@ class Stream:
         """Return the handles of collectives under way, up to this number."""
         return [each for at, _, handle, _ in tuple(self._flights) if at <= number for each in handle]
 
+    def number_of(self, handle: Any) -> int | None:
+        """Return the number of a collective under way, by its handle."""
+        return next((at for at, _, held, _ in tuple(self._flights) if any(each is handle for each in held)), None)
+
     @property
     def order(self) -> list[tuple[int, int]]:
         """(number, place among the launches of all streams) of each collective under way. Read on any thread."""

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..ended import at_end_of
 from ..errors import PeerError
+from .left import Left
 
 log = logging.getLogger("zeroshard")
 
@@ -59,6 +60,7 @@ class Answer(NamedTuple):
     waits: bool = False  # for other ranks, in a collective
     failed: bool = False  # one of its collectives did not complete either
     posted: str = ""  # its posting for the levelling that it was asked about
+    left: Left | None = None  # what it has left, if it was looked at
 
 
 class Watch:
@@ -73,6 +75,9 @@ class Watch:
         self.posted: dict[tuple[int, str], str] = {}  # this rank's postings, by levelling and subject
         self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
         self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too
+        # By levelling, the ranks on account of which others have left what they waited for, and why: all come to it.
+        self.left: dict[int, dict[int, str]] = {}
+        self.looked_at: Callable[[int], Left] = lambda rank: Left()  # this rank, by one of the program; there too
         self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
@@ -92,6 +97,19 @@ class Watch:
     def tell(self, culprits: dict[int, str]) -> None:
         """Say to every peer which ranks will not come any more, and why."""
         self._send({"alarm": culprits})
+
+    def look(self, ranks: Iterable[int], own: int) -> dict[int, Left]:
+        """Return what ranks have left, of those that answer. own: this rank's number in the program."""
+        answers = _ask({rank: self.peers[rank] for rank in ranks}, {"looks": own})
+        return {rank: answer.left for rank, answer in answers.items() if answer.left is not None}
+
+    def say_left(self, number: int, left: dict[int, str]) -> None:
+        """Tell every peer, before this rank's program hears of it, that it waits for these no longer.
+
+        number: of the levelling to which all come then.
+        """
+        self.left.setdefault(number, left)
+        self._send({"left": left, "before": number})
 
     def say_ended(self) -> None:
         """Tell every peer that this rank's program comes to its end, and will not answer any more."""
@@ -150,10 +168,13 @@ class Watch:
             self.alarmed()
         if "ended" in message:
             self.ended |= {int(message["ended"])}
+        if told := message.get("left"):
+            self.left.setdefault(int(message["before"]), {int(rank): str(why) for rank, why in told.items()})
         if number := int(message.get("level", 0)):
             self.called = max(self.called, number)
             self.summoned(number)
-        return self._about() | {"posted": self.posted.get((number, str(message.get("what", ""))), "")}
+        told = self._about() | {"posted": self.posted.get((number, str(message.get("what", ""))), "")}
+        return told | ({"left": self.looked_at(int(message["looks"]))} if "looks" in message else {})
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -354,7 +375,9 @@ def _understood(line: bytes) -> Answer:
         return Answer(GONE)  # it ended between the question and the answer
     with suppress(ValueError, TypeError, KeyError):
         told = json.loads(line)
-        return Answer("", str(told["doing"]), bool(told["waits"]), bool(told["failed"]), str(told.get("posted", "")))
+        left = Left(*told["left"]) if "left" in told else None
+        said = str(told["doing"]), bool(told["waits"]), bool(told["failed"]), str(told.get("posted", ""))
+        return Answer("", *said, left)
     return Answer("cannot be asked: another program answers at its address")
 
 

@@ -275,6 +275,11 @@ def _register(group: Group, store: Any, name: Any, config: str, tag: str) -> Non
     world.pg_to_tag[group] = key
 
 
+def _members_of(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A group of another rank is not in the asking rank's tables, and knows its members itself."""
+    return lambda group: [*group.members] if isinstance(group, Group) else plain(group)
+
+
 def _rendezvous(plain: Callable[..., Any]) -> Callable[..., Any]:
     def rendezvous(*args: Any, **named: Any) -> Iterator[Any]:
         task = here()
@@ -364,6 +369,7 @@ def _places() -> Iterator[tuple[Any, str, Any]]:
         yield signal, name, _not_inside(signal, name, SIGNALS)
     yield watch, "_ask", _ask(watch._ask)
     yield groups, "Watch", _Watch
+    yield groups, "members_of", _members_of(groups.members_of)
     yield groups, "_loops", set[int]  # gloo's threads: no rank here has one, and looking through all takes 0.1 s a run
     yield c10d, "_world", _Distributed(c10d._world)
     yield c10d, "_new_process_group_helper", _new_group(c10d._new_process_group_helper)

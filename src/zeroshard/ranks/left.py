@@ -1,0 +1,51 @@
+"""`Left`: what a rank has left, so that whoever waits for it knows that it will not come.
+
+An exception takes one rank out of a forward, a backward or a step, the program catches it there, and then meets the
+other ranks by a collective of its own: a vote before it tries again. The others wait for that rank in the engine, and
+its next verb of zeroshard's, which would tell them, comes after the vote. So a rank whose wait does not end looks at
+some of those that it waits for, by the watch (`watch.py`). What they say is a fact about themselves, as others see it:
+
+    open       an exception has ended a transaction or a verb: the rank launches nothing before all have levelled that
+    stands in  its program waits for this rank in a collective over a group of its own
+    forward    its last forward raised, and was ended on all ranks together: no backward can follow that one
+
+A wait is for nothing only if the other rank has not launched what it is for (`keeps`). Whatever all ranks raise alike
+ends no wait: the rank that comes to it first has launched all that the others wait for until theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+LOOKS = 16  # ranks that a waiting rank looks at, at a time: it tells all the others what it finds
+
+
+class Left(NamedTuple):
+    """What a rank has left, in words for the others' errors; the words are "" for nothing."""
+
+    open: str = ""
+    stands_in: str = ""
+    forward: str = ""
+    counts: Sequence[int] = ()  # collectives launched so far, by the place of their stream
+
+    def keeps(self, place: int, number: int, *, backward: bool) -> str:
+        """Return why this rank will not launch a collective for which another one waits; "" if it has, or may.
+
+        place, number: of the collective. backward: does it begin a backward of which no rank has been before?
+        """
+        if place < len(self.counts) and self.counts[place] >= number:
+            return ""
+        if self.open or not (self.stands_in or backward):
+            return self.open
+        return ", and ".join(each for each in (self.forward, self.stands_in) if each)
+
+
+def next_looked_at(members: Sequence[int], own: int, turn: int) -> list[int]:
+    """Return the ranks that a rank looks at, next after it first. turn: how often it has looked before.
+
+    If all wait for one rank, some of them look at it first; one that waits alone comes to all in turn.
+    """
+    at = members.index(own)
+    others = [*members[at + 1 :], *members[:at]]
+    return [others[(turn * LOOKS + each) % len(others)] for each in range(min(LOOKS, len(others)))]

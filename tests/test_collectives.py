@@ -19,7 +19,9 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Comm, Layout, Precision
-from zeroshard.planner.traffic import in_trees
+from zeroshard.planner import recipes
+from zeroshard.planner.traffic import in_trees, per_step, sent_between
+from zeroshard.stage import STAGES
 
 BLOCKS, WIDTH = 4, 96
 PARAMETERS = BLOCKS * WIDTH * WIDTH  # divides by 128 x 12: nothing is padded
@@ -259,15 +261,11 @@ def test_gloos_loops_are_batch_work_and_nothing_else_is(ranks):
         assert thread == os.SCHED_OTHER
 
 
-def crossed():
-    """How often this rank sends a shard to each other rank in one gather, by what the kernel says of its connections."""
-    rank, world, shard_nbytes = dist.get_rank(), dist.get_world_size(), 4 * 960 * 960 // dist.get_world_size()
-    model = nn.Linear(960, 960, bias=False)
-    zeroshard.shard(model, None, stage=3)
-    seen = []
+def by_peer(act):
+    """Bytes that this rank sends to each other rank in the second of two calls, as the kernel says of its connections."""
+    rank, world, seen = dist.get_rank(), dist.get_world_size(), []
     for _ in range(2):
-        with torch.no_grad():
-            model(torch.zeros(1, 960))
+        act()
         dist.barrier()
         sent = {}
         for connection in connections():
@@ -282,7 +280,54 @@ def crossed():
     for ends, nbytes in seen[1].items():
         if ends in peers and peers[ends] != rank:
             found[peers[ends]] += nbytes - seen[0].get(ends, 0)
-    return [nbytes // shard_nbytes for nbytes in found]
+    return found
+
+
+def crossed():
+    """How often this rank sends a shard to each other rank in one gather."""
+    model = nn.Linear(960, 960, bias=False)
+    zeroshard.shard(model, None, stage=3)
+
+    @torch.no_grad()
+    def gather():
+        model(torch.zeros(1, 960))
+
+    return [nbytes // (4 * 960 * 960 // dist.get_world_size()) for nbytes in by_peer(gather)]
+
+
+def stepped(replicas, grad_dtype):
+    """Bytes that this rank sends to each other rank in a step at stage 1 with bf16 weights."""
+    torch.manual_seed(0)
+    model = Wide(768)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    precision = Precision(param_dtype=torch.bfloat16, grad_dtype=grad_dtype, cast_inputs=True)
+    comm = Comm(replicas=replicas, transport="gloo")
+    zeroshard.shard(model, optimizer, stage=1, precision=precision, comm=comm)
+
+    def step():
+        model(torch.ones(2, 768)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        settle(model, 1)
+
+    return by_peer(step)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("recipe", [pytest.param("paper", marks=pytest.mark.full), "zeroshard"])
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(1, marks=pytest.mark.full), 2, 4, pytest.param(8, marks=pytest.mark.full)]
+)
+def test_the_card_that_sends_most_over_gloo_is_the_one_that_is_planned(ranks, replicas, recipe):
+    """Nodes of two: every rank sends to other nodes what the planner says, but for 2 % of headers and agreements."""
+    numel = BLOCKS * 768 * 768
+    preset = recipes.PRESETS[recipe]
+    moved = per_step(numel, 8, STAGES[1], preset, replicas=replicas)
+    planned = sent_between(moved, 8, 2, replicas, gloo=True)
+    sent = ranks.run(8, stepped, replicas, torch.bfloat16 if recipe == "paper" else None, timeout=100)
+    for rank, (row, want) in enumerate(zip(sent, planned, strict=True)):
+        found = sum(nbytes for other, nbytes in enumerate(row) if other // 2 != rank // 2)
+        assert want <= found <= want + 0.02 * 2 * numel
 
 
 @pytest.mark.processes

@@ -20,6 +20,7 @@ from torch import nn
 import ranks as rank_processes
 import zeroshard
 from zeroshard import Precision
+from zeroshard.cli import explain as explain_command
 from zeroshard.cli import walk
 from zeroshard.cli.config import InputError
 from zeroshard.errors import UserError
@@ -399,6 +400,13 @@ def test_the_four_weights(walkthroughs):
     assert values["parameters_after"] == [2.099609375, -2.900390625, 1.099609375, 0.60009765625]
     assert values["bf16_after"] == document.numbers(copies.bfloat16()) == [2.09375, -2.90625, 1.1015625, 0.6015625]
     assert values["loss"] == [10.125, 15.125]
+    for rank, (sample, loss) in enumerate(
+        zip(four_weights.SAMPLES, (9.671875, 12.3671875), strict=True)
+    ):  # in fp16 all along
+        w1, w2, w3, w4 = copies.half()
+        x1, x2 = torch.tensor(sample.x).half()
+        y = w3 * torch.relu(w1 * x1 + w2 * x2) + w4
+        assert values["loss_after"][rank] == (0.5 * (y - sample.t) ** 2).item() == loss
     assert values["forward"] == [[["h", -7.0], ["a", 0.0], ["y", 0.5]], [["h", 1.0], ["a", 1.0], ["y", 1.5]]]
     assert [stage["nbytes"] for stage in found["stages"]] == [64, 40, 36, 32]
     assert [(way["gathered_elements"], way["reduced_elements"]) for way in found["checkpointing"]] == [
@@ -514,6 +522,7 @@ def test_the_closed_forms(walkthroughs):
         assert row["reduce_inside"] == row["gather_inside"] == 1 - k / 8
         assert row["reduce_between"] == 2 * (k - 1) / 8
         assert row["total"] == 1.75
+        assert row["bytes"] == 3.5 + (k - 1) * 0.25 and row["bytes_fp32"] == 3.5 + (k - 1) * 0.5
         # A card's part of a ring over all, and of an exchange with the ranks of other nodes; with K groups, running sums
         # in fp32 one way and 16-bit averages back: one and a half times what a ring in 16 bits has.
         node = 8 // k
@@ -1171,10 +1180,22 @@ def test_a_folder_without_a_recorded_step(tmp_path):
 def test_less_of_the_slow_link_is_told_for_each_number_of_replicas(capsys):
     walk.walkthroughs(packaged(), "0")
     flat = " ".join(capsys.readouterr().out.split()).partition("crosses the slow link, on average")[2]
+    average, _, busiest = flat.partition("on the card that sends most")
     for row in packaged()["layers"]["replicas"]["rows"][1:]:
-        less = (row[column] for column in ("saved_gloo", "saved_nccl", "saved_per_rank", "saved_per_node"))
-        told = " ".join(f"{100 * each:.1f} %" for each in less)
-        assert f"{row['replicas']} {8 // row['replicas']} {told}" in flat
+        for said, columns in (
+            (average, ("saved_gloo", "saved_nccl", "saved_per_rank", "saved_per_node")),
+            (busiest, ("busiest_gloo", "busiest_gloo_fp32", "busiest_nccl", "busiest_nccl_fp32")),
+        ):
+            told = " ".join(f"{100 * row[column]:.1f} %" for column in columns)
+            assert f"{row['replicas']} {8 // row['replicas']} {told}" in said
+
+
+@pytest.mark.parametrize("folder", ["A", "e"])
+@pytest.mark.parametrize("text", [False, True])
+def test_a_texts_letter_is_no_folder(folder, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=f"`zeroshard plan --text {folder.upper()}`"):
+        explain_command.explain((folder,), out=None, browse=False, text=text, stage=None, element=None)
 
 
 def test_the_terminal_tells_the_same(capsys):

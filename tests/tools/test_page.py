@@ -582,7 +582,7 @@ def test_every_number_of_the_texts_is_on_the_page(opened, walk):
     page = opened("walkthroughs", "#texts")
     notes = [each for view in ("transformer", "four", "layers", "overview") for each in walk[view]["corrections"]]
     for letter, text in walk["texts"].items():
-        card = page.locator("details", has=page.locator(f'summary b:text-is("{text["title"]}")'))
+        card = page.locator("details", has=page.locator(f'summary b:text-is("Text {letter}: {text["title"]}")'))
         card.locator("summary").click()
         assert card.locator("caption").all_inner_texts() == [table["title"] for table in text["tables"]]
         lines = [line for table in text["tables"] for line in table["lines"]]
@@ -598,13 +598,36 @@ def test_every_number_of_the_texts_is_on_the_page(opened, walk):
             if isinstance(line["value"], str):
                 assert told == line["value"]
             else:
-                assert float(told.replace(",", "")) == pytest.approx(line["value"], abs=5e-7)
+                # Four significant digits, and six decimals where these are more: v = 0.0000004 is not 0.
+                near = (
+                    abs(line["value"]) * (5e-4 if abs(line["value"]) < 1e-3 else 1e-9)
+                    + (abs(line["value"]) >= 1e-3) * 5e-7
+                )
+                assert float(told.replace(",", "")) == pytest.approx(line["value"], abs=near, rel=0)
         assert [" ".join(each.split()) for each in card.locator("li").all_inner_texts()] == [
             " ".join(each.split()) for each in text["corrections"]
         ]
         pairs = [card.locator(each).all_text_contents() for each in ("dt", "dd")]
         own = [each for each in notes if each["text"] == letter]
         assert pairs == [[each[key] for each in own] for key in ("says", "right")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("view", "link"), [("overview", "its first step"), ("transformer", "their own step"), ("texts", "own step")]
+)
+def test_the_step_that_the_texts_print_is_one_click_away(opened, walk, view, link):
+    """From wherever the page speaks of texts A and D: the first step, one cut, and the loss of each rank by itself."""
+    page = opened("walkthroughs", f"#{view}" + "?stop=0" * (view == "transformer"))
+    for each in page.locator("main summary").all() if view == "texts" else []:
+        each.click()
+    page.get_by_role("link", name=link).first.click()
+    page.wait_for_function(f"location.hash.startsWith('{TEXTS}')")
+    page.locator('[data-block="loss"]').click()
+    first = walk["transformer"]["runs"]["bf16"]["forward"]
+    told = " ".join(page.locator("main").inner_text().split())
+    losses = " ".join(f"Rank {rank}: {shown(each['loss'])}." for rank, each in enumerate(first))
+    assert f"{losses} Target words" in told
 
 
 @pytest.mark.full

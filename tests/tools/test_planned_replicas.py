@@ -1,5 +1,6 @@
 """Replicas, known beforehand: what is predicted, simulated and compared of several copies of the sharded model."""
 
+import itertools
 import json
 
 import pytest
@@ -8,15 +9,16 @@ from torch import nn
 
 import selection
 import zeroshard
-from zeroshard import Comm, Layout, Offload, shard
+from zeroshard import Comm, Layout, Offload, Precision, shard
 from zeroshard.checkpoint.content import pieces
 from zeroshard.cli.main import app
 from zeroshard.explain.reading import read
 from zeroshard.explain.run import record_step
 from zeroshard.layout import Spec, partition
-from zeroshard.planner import built, recipes, states
+from zeroshard.planner import built, recipes, states, traffic
 from zeroshard.planner.machines import machine
 from zeroshard.planner.simulate import RECORDED, simulate
+from zeroshard.planner.texts import b as text_b
 from zeroshard.ranks.agreement import ROW
 from zeroshard.stage import STAGES
 
@@ -63,6 +65,52 @@ def test_what_a_relay_sends_is_planned_to_the_byte(stage):
         sent = sum(run.ledger.traffic["relay"].sent for run in runs)
         planned = states.recipe_traffic(cut, STAGES[stage], 0, recipes.PRESETS["fp32"], replicas=replicas)
         assert sent == 3 * replicas * planned.relay.sent  # three steps
+
+
+def narrow():
+    """Of 16-bit weights; its number of parameters divides by 8."""
+    torch.manual_seed(0)
+    return {
+        "model": nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(3)]),
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-3),
+        "batch": lambda step, index: torch.ones(2, 32),
+        "loss": lambda model, batch: model(batch).float().square().mean(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "says"),
+    [("paper", torch.bfloat16, (3.5, 3.75, 4.25, 5.25)), ("zeroshard", None, (3.5, 4, 5, 7))],
+)
+def test_elements_are_the_same_for_every_number_of_replicas_and_bytes_are_not(recipe, dtype, says):
+    """What text B is answered with is what the ledgers of all 8 ranks have: running sums go on in fp32."""
+    precision = Precision(param_dtype=torch.bfloat16, grad_dtype=dtype, cast_inputs=True)
+    for count, nbytes in zip((1, 2, 4, 8), says, strict=True):
+        runs = [
+            simulate(narrow, ranks=8, rank=rank, stage=1, precision=precision, comm=Comm(replicas=count))
+            for rank in range(8)
+        ]
+        verbs = ("gather", "reduce", "relay")
+        sent = sum(moved.sent for run in runs for verb, moved in run.ledger.traffic.items() if verb in verbs)
+        steps = 3
+        assert sent == steps * 8 * 3 * 32 * 32 * nbytes
+        assert text_b.as_sent(count, recipes.PRESETS[recipe]) == nbytes
+        assert traffic.replicas(1, 8, count, recipes.PRESETS[recipe]).total == 1.75
+
+
+@pytest.mark.parametrize("recipe", ["paper", "zeroshard", "fp32"])
+def test_what_each_card_sends_has_the_planned_mean(recipe):
+    """Over gloo for any nodes, over NCCL where a node holds no more than a replica; at all stages."""
+    for ranks, node, part, stage in itertools.product((4, 8, 12), (1, 2, 4), (1, 2, 4, 12), range(4)):
+        replicas = min(part, ranks)
+        moved = traffic.per_step(24 * ranks, ranks, STAGES[stage], recipes.PRESETS[recipe], replicas=replicas)
+        group = ranks // replicas
+        if group % node == 0 or node % group == 0:
+            for gloo in (True, False):
+                if gloo or node <= group:
+                    each = traffic.sent_between(moved, ranks, node, replicas, gloo=gloo)
+                    mean = traffic.links(moved, ranks, node, replicas, gloo=gloo).between
+                    assert -(-sum(each) // ranks) == mean, (ranks, node, replicas, stage, gloo)
 
 
 @pytest.mark.full

@@ -425,8 +425,8 @@ def test_the_texts(letter):
         ),
         ("B", SLOW, "less: rings alone, a card per rank", Fraction(400, 7)),
         ("B", SLOW, "less: rings alone, a card per node", Fraction(100, 7)),
-        ("B", "K replicas of the optimizer, N = 8, in P sent per rank", "K = 2: total of its own formulas", 2),
-        ("B", "K replicas of the optimizer, N = 8, in P sent per rank", "K = 1: all-gather", Fraction(7, 8)),
+        ("B", "K replicas of the optimizer, N = 8, in P elements sent per rank", "K = 2: total of its own formulas", 2),
+        ("B", "K replicas of the optimizer, N = 8, in P elements sent per rank", "K = 1: all-gather", Fraction(7, 8)),
         ("C", "One step of Adam", "fp16 parameters after", (2.099609375, -2.900390625, 1.099609375, 0.60009765625)),
         ("D", "Bytes in the first backward, reduced module by module as here", "stage 1: peak", 1820),
         ("D", "Bytes in the first backward, reduced module by module as here", "stage 2: peak", 2080),
@@ -486,12 +486,36 @@ def test_no_number_of_a_text_is_missing(letter):
         ("C", ["GPU 0 receives the averages of w1 and w2", "2.099609375, -2.900390625, 1.099609375 and 0.60009765625", "only below 0.25", "3.5 Psi", "takes 3 Psi with it", "peaks at 32"]),
         ("D", ["2,080 bytes, is above stage 1's, 1,820", "180 for a moment", "(A+1) Psi", "11.79 GB", "the one in backward",
                "here stage 1 reduces during backward", "Standard all-reduce, after backward"]),
-        ("E", ["37.5 GB per GPU at stage 2", "2.62 GB without activations", "reads 22.5 GB from its files and writes 20 GB", "Cited, not computed: a single DGX-2", "3.82x"]),
+        ("E", ["37.5 GB per GPU at stage 2", "2.62 GB without activations", "reads 22.5 GB from its files and writes 20 GB", "Cited, not computed: a single DGX-2", "3.82x",
+               "names Rabe, O."]),
     ],
 )  # fmt: skip
 def test_a_correction_names_what_is_wrong(letter, named):
     corrections = texts.text(letter).corrections
     assert [words for words in named if sum(words in correction for correction in corrections) != 1] == []
+
+
+def test_elements_stay_and_bytes_grow_with_replicas():
+    """What the slow link carries on the card that sends most, by both recipes, is what the corrections say of it."""
+    found = lines("B")
+    in_bytes = "The same in bytes, as this engine sends with bf16 weights"
+    assert [found[in_bytes, f"K = {k}, sums back in bf16"].value for k in (1, 2, 4, 8)] == [3.5, 3.75, 4.25, 5.25]
+    assert [found[in_bytes, f"K = {k}, sums in fp32"].value for k in (1, 2, 4, 8)] == [3.5, 4, 5, 7]
+    most = "The slow link on the card that sends most; below zero it sends more"
+    less = {what: line.value for (table, what), line in found.items() if table == most and what.startswith("less")}
+    assert {what.removeprefix("less: "): f"{float(value):.1f}" for what, value in less.items()} == {
+        "gloo, sums back in bf16": "7.7", "gloo, sums in fp32": "-23.1",
+        "NCCL, sums back in bf16": "-26.3", "NCCL, sums in fp32": "-68.4",
+    }  # fmt: skip
+    corrections = " ".join(texts.text("B").corrections)
+    assert (
+        "it sends 7.7 % less; with the default, sums in fp32, 23.1 % more. Over NCCL it sends 26.3 % more, or 68.4 %"
+        in corrections
+    )
+    assert (
+        "3.5, 3.75, 4.25 and 5.25 bytes per parameter where averages come back in bf16, 3.5, 4, 5 and 7" in corrections
+    )
+    assert "nothing increases" not in corrections
 
 
 def test_numbers_in_corrections_are_computed_ones():

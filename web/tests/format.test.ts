@@ -23,6 +23,18 @@ test('bytes are exact, in powers of 1000 and of 1024', () => {
   expect(format.size(2340)).toBe('2,340 bytes');
 });
 
+test.each([
+  [4e-7, '0.0000004'],
+  [0.000012345678, '0.00001235'],
+  [-0.000999949, '−0.0009999'.replace('−', '-')],
+  [0.0075625, '0.007563'],
+  [2.099609375, '2.099609'],
+  [1342382080, '1,342,382,080'],
+  [0, '0'],
+])('a number that is compared keeps four significant digits: %s', (value, text) => {
+  expect(format.exact(value)).toBe(text);
+});
+
 test('a value is shown with the digits the document has', () => {
   expect(format.float(0.12)).toBe('0.12');
   expect(format.float(2.099609375)).toBe('2.099609375');

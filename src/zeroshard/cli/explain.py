@@ -12,6 +12,7 @@ from zeroshard.cli.config import InputError, one_line
 from zeroshard.errors import UserError
 
 PAGE = "zero.html"
+LETTERS = ("A", "B", "C", "D", "E")  # of the published texts
 
 
 def explain(
@@ -64,6 +65,12 @@ def _compared(runs: Sequence[str | Path]) -> dict[str, Any]:
 def _read(run_dir: str | Path) -> dict[str, Any]:
     from zeroshard.explain.reading import read
 
+    letter = str(run_dir).upper()
+    if letter in LETTERS and not Path(run_dir).exists():
+        raise InputError(
+            f"explain shows runs, and there is no folder {run_dir}; text {letter} with its numbers computed anew is "
+            f"`zeroshard plan --text {letter}`, and what all five texts say is `zeroshard explain --text`"
+        )
     try:
         return read(Path(run_dir))
     except UserError as error:

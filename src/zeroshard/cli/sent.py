@@ -61,9 +61,12 @@ def replicas(found: Plan, amount: Amount) -> None:
         "handed on and back between them": copies.reduce_between,
         f"gathered once inside a {rows}": copies.gather_inside,
         **({f"shared between them {when}": copies.share_between} if copies.share_between else {}),
-        "total" if copies.share_between else "total, the same for every K": copies.total,
+        "total" if copies.share_between else "total of elements, the same for every K": copies.total,
     }.items():
         table.add_row(what, number(elements / found.parameters))
+    for stage in found.stages:
+        nbytes = stage.traffic.total.sent / found.parameters
+        table.add_row(f"in bytes per parameter, a step at stage {stage.stage}", f"{nbytes:.4g}")
     screen.wide(table)
     compared = [(stage.stage, stage.slow_link) for stage in found.stages if stage.slow_link is not None]
     if compared:
@@ -81,7 +84,8 @@ def replicas(found: Plan, amount: Amount) -> None:
                 table.add_row(at, backend, *(f"{nbytes:,}" for nbytes in sent), f"{float(100 * less):.1f} %")
         screen.wide(table)
     screen.say(
-        "  [dim]P per rank: on average. Between nodes: as this engine sends, each rank with a network card of its own. "
+        "  [dim]P per rank: elements, on average. Bytes grow with K where weights have 16 bits: sums go on in fp32, so "
+        "that K changes no bit. Between nodes: as this engine sends, each rank with a network card of its own. "
         "NCCL's gathers are rings whose crossings a node's cards share: by formula. gloo's are broadcasts in trees: as "
         "the kernel counts. Reductions go straight to each owner, running sums from replica to replica. --text B has "
         "the answers of other assumptions[/dim]"

@@ -39,17 +39,20 @@ WAYS: dict[Checkpointing, str] = {
 def capture() -> dict[str, Any]:
     """Make all runs of this rank. Collective, on two ranks."""
     return {
-        "float16": {stage: observed_step(stage, torch.float32, FP16, "whole") for stage in STAGES},
+        "float16": {stage: observed_step(stage, torch.float16, FP16, "whole") for stage in STAGES},
         "float64": {stage: observed_step(stage, torch.float64, Precision(), "whole") for stage in STAGES},
-        "ways": {how: observed_step(3, torch.float32, FP16, how) for how in get_args(Checkpointing)},
+        "ways": {how: observed_step(3, torch.float16, FP16, how) for how in get_args(Checkpointing)},
     }
 
 
 def observed_step(stage: int, dtype: torch.dtype, precision: Precision, checkpointing: Checkpointing) -> dict[str, Any]:
-    """Run one step on this rank, observed, and compute the loss after it."""
+    """Run one step on this rank, observed, and compute the loss after it.
+
+    dtype: of the sample, so of what forward computes. The weights that are given to `shard` are fp32 or wider.
+    """
     with ticking():
         rank = torch.distributed.get_rank()
-        model = four_weights.FourWeights(checkpointing).to(dtype)
+        model = four_weights.FourWeights(checkpointing).to(torch.promote_types(dtype, torch.float32))
         local: dict[str, list[Any]] = {}
         for name, parameter in model.named_parameters():
             parameter.register_hook(lambda gradient, name=name: local.__setitem__(name, numbers(gradient)))

@@ -18,7 +18,8 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..planner import closed, traffic
 from ..planner.quantities import number, plain
-from ..planner.recipes import PRESETS
+from ..planner.recipes import PRESETS, Recipe
+from ..planner.texts import b as text_b
 from ..stage import STAGES
 from .document import numbers
 from .observe import Observer, ticking
@@ -214,13 +215,28 @@ def _path(found: Sequence[dict[str, Any]], first: int) -> list[dict[str, Any]]:
 def _row(copies: traffic.Replicas) -> dict[str, Any]:
     saved = {key: plain(getattr(copies, key)) for key in ("saved_per_rank", "saved_per_node")}
     slow = _slow(copies.replicas)
-    return {**copies.json(), **saved, "saved_nccl": plain(slow.saved), "saved_gloo": plain(slow.saved_gloo)}
+    saved |= {"saved_nccl": plain(slow.saved), "saved_gloo": plain(slow.saved_gloo)}
+    for key, recipe in {"": PAPER, "_fp32": PRESETS["zeroshard"]}.items():
+        saved[f"bytes{key}"] = plain(text_b.as_sent(copies.replicas, recipe))
+        for backend in ("gloo", "nccl"):
+            saved[f"busiest_{backend}{key}"] = plain(_busiest(copies.replicas, recipe, gloo=backend == "gloo"))
+    return {**copies.json(), **saved}
+
+
+def _busiest(count: int, recipe: Recipe, *, gloo: bool) -> Fraction:
+    """Return how much less the busiest card sends than with one replica, with one replica on each node."""
+    one, many = (text_b.busiest(each, RANKS // count, recipe, gloo=gloo) for each in (1, count))
+    return 1 - many / one if one else Fraction()
 
 
 def _slow(count: int) -> traffic.SlowLink:
     """Compare `count` replicas with one over a slow link, as this engine sends, with one replica on each node."""
     with_count, with_one = (traffic.per_step(RANKS**2, RANKS, STAGES[1], PAPER, replicas=each) for each in (count, 1))
     return traffic.slow_link(RANKS, count, with_count, with_one, RANKS // count)
+
+
+def _less(recipe: Recipe, *, gloo: bool) -> str:
+    return f"{float(100 * _busiest(4, recipe, gloo=gloo)):.1f} %"
 
 
 def _changed(ranks: int) -> int:
@@ -271,12 +287,19 @@ def _corrections(numel: int) -> list[dict[str, str]]:
              "So it is here, with Precision(fp8=True), but for the first arrow: masters stay fp32 from step to step, "
              "and none is made from 8 bits. A step rounds once, and a gather sends a byte of each weight."),
         note("replicas", "Total: > 2P; strictly increases with redundancy",
-             f"Reduction P[(1-K/N) + 2(K-1)/N] and all-gather P(1-K/N) add up to 2(N-1)/N P for every K: "
-             f"{number(one.total)}P here. The bytes change place, and memory grows: 12K/N bytes per parameter."),
+             f"Reduction P[(1-K/N) + 2(K-1)/N] and all-gather P(1-K/N) add up to 2(N-1)/N P elements for every "
+             f"K: {number(one.total)}P here. On a ring they only change place. In bytes, as this engine sends 16-bit "
+             "weights, it grows: running sums go on in fp32, so that K changes no bit. For K = 1, 2, 4 and 8 a rank "
+             f"sends {text_b.bytes_by_k(PAPER)} bytes per parameter where averages come back in bf16, "
+             f"{text_b.bytes_by_k(PRESETS['zeroshard'])} with the default, sums in fp32. Memory grows: 12K/N bytes per "
+             "parameter."),
         note("replicas", "Slow-link traffic drops by ~62.5%",
              f"That compares with a rounded 2P. As this engine sends it is {float(100 * _slow(4).saved_gloo):.1f} % "
              f"over gloo, whose gathers are broadcasts in trees, and {float(100 * _slow(4).saved):.1f} % over NCCL, by "
-             "formula: its gathers are rings whose crossings a node's cards share. Every rank has a network card of "
+             "formula: its gathers are rings whose crossings a node's cards share. On the card that sends most it is "
+             f"{_less(PAPER, gloo=True)} over gloo and {_less(PAPER, gloo=False)} over NCCL; with the default, sums in "
+             f"fp32, {_less(PRESETS['zeroshard'], gloo=True)} and {_less(PRESETS['zeroshard'], gloo=False)}; below "
+             "zero it sends more. Every rank has a network card of "
              "its own, a reduction goes from each rank straight to each owner, and between replicas running sums are "
              "handed on in fp32, so that K changes no bit. Were every collective a ring, which carries "
              f"{number(one.total)}P, it would be {float(100 * four.saved_per_rank):.1f} % with a card per rank, and "

@@ -360,6 +360,14 @@ export interface ThreeLayers {
       saved_per_node: number;
       saved_nccl: number;
       saved_gloo: number;
+      /** Per parameter in a step at stage 1, of bf16 weights, with sums in bf16 or fp32. */
+      bytes: number;
+      bytes_fp32: number;
+      /** How much less the card sends that sends most. */
+      busiest_gloo: number;
+      busiest_gloo_fp32: number;
+      busiest_nccl: number;
+      busiest_nccl_fp32: number;
     }[];
   };
   profile: {

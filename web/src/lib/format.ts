@@ -28,6 +28,13 @@ export const size = (nbytes: number): string => (nbytes < 100_000 ? bytes(nbytes
 export const digits = (value: number): string =>
   value.toLocaleString('en-US', { maximumSignificantDigits: 4, useGrouping: false });
 
+/** At most six decimals, but never fewer than four significant digits: 1,342.382, 0.0000004. */
+export function exact(value: number): string {
+  const maximumFractionDigits =
+    0 < Math.abs(value) && Math.abs(value) < 1e-3 ? 3 - Math.floor(Math.log10(Math.abs(value))) : 6;
+  return value.toLocaleString('en-US', { maximumFractionDigits });
+}
+
 export const percent = (fraction: number): string => `${(100 * fraction).toFixed(1)} %`;
 
 /** `7 B`, `1.34 B`, `260`: a number of parameters. */

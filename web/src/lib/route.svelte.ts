@@ -71,4 +71,7 @@ class Route {
   }
 }
 
+/** The step that texts A and D print: the first, of a model with one cut. They add a stage. */
+export const OWN_STEP = { cut: 'model', step: '1' };
+
 export const route = new Route();

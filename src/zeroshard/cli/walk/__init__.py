@@ -14,6 +14,8 @@ from .pieces import heading, prose, say, show
 from .recorded import run
 from .transformer import find_element, one_stage, transformer
 
+OWN_STEP = "zero.html#transformer?cut=model&step=1&stage=1"  # web/src/lib/route.svelte.ts
+
 __all__ = ["find_element", "run", "walkthroughs"]
 
 
@@ -27,6 +29,7 @@ def walkthroughs(built_in: dict[str, Any], element: str, stage: int | None = Non
         f"{letter}: {text['title'].removeprefix(f'Text {letter}: ')}" for letter, text in built_in["texts"].items()
     )
     say(f"Five published texts explain ZeRO with numbers, and notes say where one of them slips. {'. '.join(titles)}.")
+    say(f"On the page, which `zeroshard explain` writes, the step that A and D print is {OWN_STEP}")
     transformer(built_in["transformer"], *chosen)
     four(built_in["four"])
     layers(built_in["layers"])

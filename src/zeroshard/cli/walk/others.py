@@ -112,6 +112,13 @@ LESS = {
     "saved_per_rank": "rings",
     "saved_per_node": "rings, a card per node",
 }
+BUSIEST = {
+    "busiest_gloo": "gloo",
+    "busiest_gloo_fp32": "gloo, fp32 sums",
+    "busiest_nccl": "NCCL",
+    "busiest_nccl_fp32": "NCCL, fp32 sums",
+}
+BYTES = {"bytes": "bytes sent", "bytes_fp32": "bytes, fp32 sums"}
 
 
 def layers(of: dict[str, Any]) -> None:
@@ -134,17 +141,20 @@ def layers(of: dict[str, Any]) -> None:
     corrections(of, "buffer")
     rows = of["replicas"]["rows"]
     columns = ("optimizer", "reduce_inside", "reduce_between", "gather_inside", "total")
-    title = f"K replicas of the optimizer on {of['replicas']['ranks']} ranks: bytes per parameter, and P sent per rank"
-    table = screen.new_table(title, "K", *(column.replace("_", " ") for column in columns))
+    title = f"K replicas of the optimizer on {of['replicas']['ranks']} ranks: bytes held, and P elements sent per rank"
+    table = screen.new_table(title, "K", *(column.replace("_", " ") for column in columns), *BYTES.values())
     for row in rows:
-        table.add_row(f"{row['replicas']}", *(f"{row[column]:g}" for column in columns))
+        table.add_row(f"{row['replicas']}", *(f"{row[column]:g}" for column in (*columns, *BYTES)))
+    table.caption = "bytes are per parameter; with fp32 sums, the default, a step with bf16 weights sends the last ones"
     show(table)
-    title = "How much less than with K = 1 crosses the slow link, on average, with a network card per rank"
-    table = screen.new_table(title, "K", "a group or node", *LESS.values())
-    for row in rows[1:]:
-        size = of["replicas"]["ranks"] // row["replicas"]
-        table.add_row(f"{row['replicas']}", f"{size}", *(f"{100 * row[column]:.1f} %" for column in LESS))
-    show(table)
+    for what, shown in (("on average", LESS), ("on the card that sends most", BUSIEST)):
+        title = f"How much less than with K = 1 crosses the slow link, {what}, with a network card per rank"
+        table = screen.new_table(title, "K", "a group or node", *shown.values())
+        for row in rows[1:]:
+            size = of["replicas"]["ranks"] // row["replicas"]
+            table.add_row(f"{row['replicas']}", f"{size}", *(f"{100 * row[column]:.1f} %" for column in shown))
+        show(table)
+    say("Below zero, more crosses it.")
     corrections(of, "replicas")
     _profile(of["profile"])
     corrections(of, "profile")

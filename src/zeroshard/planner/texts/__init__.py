@@ -1,10 +1,10 @@
 """The numbers of five published texts on ZeRO, each beside the one that the planner computes.
 
     A  "ZeRO-1: A Concrete Walkthrough"                    260 parameters on 2 GPUs, 7B on 8
-    B  ZeRO-1 as Buffer, DDP and Distributed Optimizer     K replicas of the optimizer, a profile of 1.34B on 4
+    B  a deep dive into ZeRO-1, with code: zero_optim_toy  K replicas of the optimizer, a profile of 1.34B on 4
     C  an article that implements ZeRO by hand             four weights, 7.5B on 64
     D  "ZeRO-2: A Concrete Walkthrough"                    260 parameters on 2 GPUs, 7B on 8
-    E  an overview of the stages, Offload and Infinity     bytes per parameter, 64 GPUs
+    E  "ZeRO: Zero Redundancy Optimizer"                   bytes per parameter, 64 GPUs, Offload and Infinity
 
 Where a text differs from arithmetic, its line says so, and a correction says why. A figure that is cited and not
 computed says so too.

@@ -44,7 +44,7 @@ def run(weights: tuple[Fraction, ...], x: tuple[int, int], wanted: int) -> Pass:
 def text() -> Text:
     return Text(
         "C",
-        "Stages 1 to 3 by hand, with four weights",
+        "ZeRO implemented by hand, with four weights, as of 2 August 2025",
         (_published(), _owners(), *_walk(), _in_backward(), _tiny_update(), _messages()),
         _corrections(),
     )

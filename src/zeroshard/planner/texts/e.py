@@ -29,6 +29,8 @@ def text() -> Text:
             "that time limits it too.",
             "Cited, not computed: a single DGX-2 node does not hold tens of trillions of parameters. ZeRO-Infinity's "
             "authors report 1T on one node and 32T on 32 nodes (512 GPUs).",
+            "Cited, not computed: reference [1] names Rabe, O. among the authors of arXiv:1910.02054. They are "
+            "Rajbhandari, Rasley, Ruwase and He; references [2] and [3] have Ruwase, O.",
         ),
     )
 

@@ -91,11 +91,13 @@ def kind_of(name):
 
 @dataclass
 class Bucket:
-    """Elements [start, start + padded) of a buffer, in N equal shards: what one message moves."""
+    """Elements [start, start + padded_numel) of a buffer, in N equal shards: what one message moves."""
 
     start: int
     numel: int = 0
-    padded: int = 0
+    padded_numel: int = 0
+    shard_numel: int = 0
+    _local_shard: torch.Tensor | None = None  # a view into the buffer
 
 
 @dataclass
@@ -121,51 +123,49 @@ class Buffer:
             bucket = self.buckets[-1]
             if bucket.numel and bucket_numel and bucket.numel + tensor.numel() > bucket_numel:
                 self._close(bucket)
-                bucket = Bucket(bucket.start + bucket.padded)
+                bucket = Bucket(bucket.start + bucket.padded_numel)
                 self.buckets.append(bucket)
             places.append((len(self.buckets) - 1, bucket.numel))
             bucket.numel += tensor.numel()
         self._close(self.buckets[-1])
-        self._data = torch.zeros(self.buckets[-1].start + self.buckets[-1].padded, dtype=dtype, device=device)
-        self._local_shards = [self._shard_of(bucket) for bucket in self.buckets]  # views: no more memory
+        self._data = torch.zeros(self.buckets[-1].start + self.buckets[-1].padded_numel, dtype=dtype, device=device)
+        for bucket in self.buckets:
+            start = bucket.start + rank * bucket.shard_numel
+            bucket._local_shard = self._data[start : start + bucket.shard_numel]  # no more memory
         self._views, self.fragments = [], []
         for tensor, (number, offset) in zip(tensors, places, strict=True):
             start = self.buckets[number].start + offset
             self._views.append(self._data[start : start + tensor.numel()].view(tensor.shape))
-            size = self._local_shards[number].numel()
+            size = self.buckets[number].shard_numel
             cut = (min(max(at - rank * size, 0), size) for at in (offset, offset + tensor.numel()))
             self.fragments.append(Fragment(number, *cut))
 
     def _close(self, bucket):
-        bucket.padded = math.ceil(bucket.numel / self.world_size) * self.world_size
-
-    def _shard_of(self, bucket):
-        size = bucket.padded // self.world_size
-        start = bucket.start + self.rank * size
-        return self._data[start : start + size]
+        bucket.padded_numel = math.ceil(bucket.numel / self.world_size) * self.world_size
+        bucket.shard_numel = bucket.padded_numel // self.world_size
 
     def get_views(self):
         return self._views
 
     def get_local_shard(self, number):
-        return self._local_shards[number]
+        return self.buckets[number]._local_shard
 
     def get_shard(self, index):
         """What this rank owns of a tensor."""
         fragment = self.fragments[index]
-        return self._local_shards[fragment.bucket][fragment.start : fragment.stop]
+        return self.buckets[fragment.bucket]._local_shard[fragment.start : fragment.stop]
 
     def reduce_scatter(self, number, group=None):
         """Each rank gets the sum of its shard. In place: what lies outside the shard means nothing afterwards."""
-        return reduce_scatter_single(self._local_shards[number], self._whole(number), group=group, async_op=True)
+        return reduce_scatter_single(self.buckets[number]._local_shard, self._whole(number), group=group, async_op=True)
 
     def all_gather(self, number, group=None):
         """Every rank gets every shard."""
-        return all_gather_single(self._whole(number), self._local_shards[number], group=group, async_op=True)
+        return all_gather_single(self._whole(number), self.buckets[number]._local_shard, group=group, async_op=True)
 
     def _whole(self, number):
         bucket = self.buckets[number]
-        return self._data[bucket.start : bucket.start + bucket.padded]
+        return self._data[bucket.start : bucket.start + bucket.padded_numel]
 
     def zero(self):
         self._data.zero_()
@@ -311,7 +311,7 @@ class DistributedDataParallel:
                 self._gathers[at].wait()
                 self._launch(at + 1)
 
-    def finish(self):
+    def sync_params(self):
         """All parameters are here: for whoever looks at them outside of forward."""
         self._wait_for(self._place)
 
@@ -335,16 +335,16 @@ class DistributedOptimizer:
         for group in ddp.groups:
             buffer = group.param_buffer
             shards = [buffer.get_local_shard(number) for number in range(len(buffer.buckets))]
-            mains = [shard.float() for shard in shards]  # the shard itself, where it is fp32
-            self.masters += [main for main, shard in zip(mains, shards, strict=True) if main is not shard]
+            shard_fp32 = [shard.float() for shard in shards]  # the shard itself, where it is fp32
+            self.masters += [main for main, shard in zip(shard_fp32, shards, strict=True) if main is not shard]
             for param, fragment in zip(group.params, buffer.fragments, strict=True):
                 if fragment.start < fragment.stop:
-                    own = mains[fragment.bucket][fragment.start : fragment.stop]
+                    own = shard_fp32[fragment.bucket][fragment.start : fragment.stop]
                     self.shards.append((param, nn.Parameter(own, requires_grad=False)))
         self.adam = torch.optim.Adam([main for _, main in self.shards], lr=lr, betas=betas, eps=eps)
 
     def step(self):
-        self.ddp.finish()  # a bucket that no forward has asked for
+        self.ddp.sync_params()  # a bucket that no forward has asked for
         for param, shard_main_param in self.shards:
             shard_main_param.grad = self.ddp.get_grad_shard(param).float()
         self.adam.step()
@@ -394,7 +394,7 @@ def train(steps=3, accumulate=2, bucket_numel=600):
         optimizer.zero_grad()
         if rank == 0:
             print(f"step {step}: loss of rank 0's last micro-batch {loss.item():.4f}")
-    ddp.finish()
+    ddp.sync_params()
     return ddp, optimizer
 
 

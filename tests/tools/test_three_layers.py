@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,10 @@ def by_hand(bucket):
     weights = {name: parameter.detach().clone() for name, parameter in ddp.module.named_parameters()}
     buffers = [group.param_buffer for group in ddp.groups]
     cuts = [
-        ([(each.numel, each.padded) for each in buffer.buckets], [each.stop - each.start for each in buffer.fragments])
+        (
+            [(each.numel, each.padded_numel) for each in buffer.buckets],
+            [each.stop - each.start for each in buffer.fragments],
+        )
         for buffer in buffers
     ]
     return weights, optimizer.nbytes(), cuts
@@ -73,6 +77,17 @@ def test_the_three_layers_have_the_engines_bits_and_bytes(bucket):
         assert sorted(padded for of_kind, _ in groups for _, padded in of_kind) == sorted(buckets)
     assert all(torch.equal(plain[0][0][name], plain[1][0][name]) for name in plain[0][0])
     assert not torch.equal(plain[0][0]["layers.0.fc1.weight"], three_layers().ToyModel().layers[0].fc1.weight)
+
+
+# As text B's listing has them, but for `reduce_scatter` and `all_gather`, which its prose names otherwise.
+NAMES = """padded_numel shard_numel _local_shard _data _views get_views reduce_scatter all_gather param_buffer grad_buffer
+    main_grad _init_buffers sync_grads sync_params reduce_scatter_grads allgather_params get_grad_shard get_param_shard
+    write_param_shard shard_main_param shard_fp32 adam step MLP ToyModel Buffer DistributedDataParallel DistributedOptimizer"""
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_the_example_has_the_texts_names(name):
+    assert re.search(rf"\b{name}\b", EXAMPLE.read_text())
 
 
 def test_what_the_three_layers_are_cut_into():

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 import pickle
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -471,7 +472,8 @@ def refuse(question, stage):
 
 
 def test_clipping_the_optimizers_fragments_is_refused():
-    """Over optimizer.param_groups the norm would be this rank's only: refused, with the call that is meant."""
+    """Over optimizer.param_groups the norm would be this rank's only: refused, with the call that is meant; but at stage
+    0, where each rank has all of it (test_advice has the bits)."""
     for found in ranks.run(2, clip_fragments):
         assert found == [True] * 4
 
@@ -482,7 +484,7 @@ def clip_fragments():
         _, optimizer, zero = sharded("gpt", stage, "units")
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert any(p.grad is not None for p in held)
-        with pytest.raises(Error, match=r"clip_grad_norm_\(model\.parameters\(\)"):
+        with pytest.raises(Error, match=r"clip_grad_norm_\(model\.parameters\(\)") if stage else suppress():
             torch.nn.utils.clip_grad_norm_(held, 1.0)
         optimizer.step()
         found.append(all("ShardedGrad" in type(p.grad).__name__ for p in held if p.grad is not None))

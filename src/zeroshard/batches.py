@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -233,6 +233,13 @@ def _check_arguments(dataset: Any, per_step: object, size: object, seed: object,
         raise UserError(
             "zero.batches(...) gives every rank its samples by their numbers", got=type(dataset).__name__,
             expected="a dataset with len() and [index]", instead="write what a stream yields into such a dataset",
+        )  # fmt: skip
+    if isinstance(dataset, Mapping) and 0 not in dataset:
+        raise UserError(
+            "zero.batches(...) gives every rank its samples by their numbers, and a dict has them by name",
+            got=f"{type(dataset).__name__} with {[*dataset][:5]}",
+            instead="torch.utils.data.TensorDataset(*data.values()), or a dict for each sample: "
+            "[dict(zip(data, row)) for row in zip(*data.values())]",
         )  # fmt: skip
     if wrong := sorted(_OURS & loader.keys()):
         raise UserError(

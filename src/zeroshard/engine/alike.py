@@ -18,7 +18,7 @@ from ..digests import fingerprint
 from ..errors import StateError
 from ..layout import Layout, plain_name
 from ..numerics import as_bytes, dense, write_bytes
-from ..ranks.agreement import LEAVING, Group
+from ..ranks.agreement import LEAVING, SENT, Group
 from .preflight import Contents
 from .reduction import Reduction
 from .schedule import Schedule
@@ -58,7 +58,7 @@ class Alike:
                 self._sending[name] = tensor
                 now[name] = tuple(tensor.shape), tensor.dtype
         self._now, found = now, self._found
-        return zlib.crc32(repr(now).encode()), lambda: str({key: now[key] for key in now if now[key] != found.get(key)})
+        return zlib.crc32(repr(now).encode()), lambda: _words({k: v for k, v in now.items() if v != found.get(k)})
 
     def met(self) -> None:
         """Take note that all ranks have the same digest."""
@@ -108,6 +108,11 @@ class Alike:
         told = self._group.poll(LEAVING, len(units), *found)
         teams = self._group.axis_team.seat.teams() if len(told) > 1 else []
         return len({each[0] for each in told}) > 1 or any(len({told[r] for r in team}) > 1 for team in teams)
+
+
+def _words(changed: dict[str, Any]) -> str:
+    own = {key: changed.pop(key) for key in ("frozen", "edited") if key in changed}
+    return "; ".join([f"{own}"] * bool(own) + [f"{SENT}{changed}"] * bool(changed))
 
 
 def weights_digest(units: list[Unit], *, on_axis: bool) -> int:

@@ -145,7 +145,10 @@ class Gradients:
                     where=f"parameter {entry.slot.name!r}",
                     expected="the ShardedGrad that backward left here, edited in place",
                     got=type(grad).__name__,
-                    instead="p.grad.copy_(tensor)",
+                    instead="p.grad.copy_(tensor) in place of p.grad = tensor"
+                    if entry.accumulator.filled
+                    else "torch.autograd.backward(params, tensors) with each rank's own, which averages them (at stage "
+                    "3 in zero.gathered(), as torch.autograd.grad is); no backward has left a gradient here",
                 )
         return {entry.number for entry, grad in zip(entries, grads, strict=True) if grad is not None}
 

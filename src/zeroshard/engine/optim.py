@@ -249,7 +249,8 @@ class Binding(Transaction):
             raise StateError(
                 "optimizer.step() inside backward: the gradients are not summed over the ranks yet",
                 where=f"optimizer {self.number}, rank {self.group.rank}",
-                instead="optimizer.step() after loss.backward(), from no hook of a parameter",
+                instead="optimizer.step() after loss.backward(), from no hook of a parameter; with "
+                "shard(..., optimizer_in_backward=True) backward has updated all parameters by then",
             )
         if self._nested():
             return None

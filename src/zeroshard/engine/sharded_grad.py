@@ -92,6 +92,13 @@ class ShardedGrad(Tensor):
         return self._elements is not None
 
     @property
+    def _is_part(self) -> bool:
+        """Tell if a fragment's: but for those of all of a parameter, which at stage 0 every rank has."""
+        entry = self._entry
+        whole = self._elements is None or self._elements.numel == entry.slot.numel
+        return not whole or (self._is_fragment and bool(entry.accumulator.buffer.placements.optimizer))
+
+    @property
     def _own(self) -> slice:
         """Its elements among those of its slot whose average this rank has."""
         if self._elements is None:
@@ -206,6 +213,8 @@ class ShardedGrad(Tensor):
             alone = args[0]._makes_way(func, args[1])
             if alone is not None:
                 return alone
+        if func in _INTO and kwargs.get("out") is args[0]:
+            func, kwargs = _INTO[func], {key: value for key, value in kwargs.items() if key != "out"}
         if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
             _edit(func, args[0], args[1:], kwargs)
             return args[0]
@@ -285,9 +294,9 @@ def _norm(
     several = what if isinstance(what, (list, tuple)) else [what]
     grads = [grad for grad in several if isinstance(grad, ShardedGrad)]
     for grad in grads:
-        if grad._is_fragment:
+        if grad._is_part:
             raise StateError(
-                "the norm of an optimizer's fragments is only this rank's part of it",
+                "the norm of an optimizer's fragment is only a part of its parameter's",
                 where=f"gradient of {grad._entry.slot.name!r}",
                 instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
             )
@@ -313,6 +322,22 @@ _ELEMENTWISE = {
     aten.zero_.default, aten.neg_.default, aten.sign_.default, aten.nan_to_num_.default, aten.fill_.Scalar,
     aten.copy_.default,
 }  # fmt: skip
+_INTO = {  # with out= the gradient itself, as nan_to_num(p.grad, out=p.grad): an edit in place by another name
+    aten.mul.out: aten.mul_.Tensor,
+    aten.mul.Scalar_out: aten.mul_.Scalar,
+    aten.div.out: aten.div_.Tensor,
+    aten.div.Scalar_out: aten.div_.Scalar,
+    aten.add.out: aten.add_.Tensor,
+    aten.add.Scalar_out: aten.add_.Scalar,
+    aten.sub.out: aten.sub_.Tensor,
+    aten.sub.Scalar_out: aten.sub_.Scalar,
+    aten.clamp.out: aten.clamp_.default,
+    aten.clamp_min.out: aten.clamp_min_.default,
+    aten.clamp_max.out: aten.clamp_max_.default,
+    aten.neg.out: aten.neg_.default,
+    aten.sign.out: aten.sign_.default,
+    aten.nan_to_num.out: aten.nan_to_num_.default,
+}
 _FOREACH = {
     aten._foreach_mul_.Scalar: aten.mul_.Scalar,
     aten._foreach_mul_.Tensor: aten.mul_.Tensor,

@@ -83,7 +83,11 @@ def load(
         wait_for_saves()
         tensors = _shapes(path, group, strict=strict)
         if strict and (differences := _differences(model, tensors)):
-            raise CheckpointError("".join(f"\n    {each}" for each in differences))
+            raise CheckpointError(
+                "".join(f"\n    {each}" for each in differences),
+                instead="load(..., strict=False), which leaves what the folder lacks to init=function_of_a_module, or "
+                "to the modules' own reset_parameters(), and ignores what the model lacks",
+            )
         _check_initialisers(model, tensors, first := _first_values(model, init))
     settings: dict[str, Any] = {"precision": precision, "offload": offload, "layout": layout, "comm": comm}
     settings |= {"stage": stage, "device": device, "optimizer_in_backward": optimizer_in_backward}

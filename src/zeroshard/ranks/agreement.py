@@ -45,6 +45,7 @@ LONGEST_AXIS = 8  # ranks that exchange rows directly
 # engine, meeting, number, steps completed, three integers of the meeting's own, levellings, and what flags say
 ROW = 9
 LOADING, TELLING, LEAVING = "loading", "telling the others", "leaving gathered()"  # meetings
+SENT = "buffers that are sent: "  # in the facts of a forward, with those that rank 0 sends
 
 
 def axes(ranks: int) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from ..device import ask
 from ..ended import at_end_of
 from ..errors import PeerError
 from ..events import ends
-from .agreement import LEAVING, LOADING, TELLING, Group
+from .agreement import LEAVING, LOADING, SENT, TELLING, Group
 from .calls import Call
 from .link import Link, all_gather, all_reduce, dtype_name
 from .process_team import ProcessTeam
@@ -45,12 +45,14 @@ def _number(meeting: str) -> int:
     return zlib.crc32(meeting.encode())
 
 
-def _instead(meetings: set[int], *, steps: bool, trouble: bool) -> str:
+def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
     """Return advice for ranks that are at these different meetings. steps: their numbers of completed steps differ."""
     if steps:
         return "zero.load(...) the last checkpoint: an optimizer or a load did not get to its end on every rank"
     if len(meetings) > 1 and (_number(_CALLS[1]) in meetings or {_number(LEAVING), _number(_CALLS[0])} <= meetings):
         return "every rank calls the model; or with zero.gathered(): ... any of them, without grad, what it gathers"
+    if SENT in trouble:
+        return 'Layout(buffers="local"), with which each rank keeps its own; else the same buffers on every rank'
     if trouble:
         return "fix that, or try the step again on every rank until it works"
     return "as many batches on every rank, and zeroshard's collective methods on all of them"
@@ -231,7 +233,7 @@ class ProcessGroup(Group):
             where=where,
             expected="the same forwards, backwards, steps and questions on every rank, in the same order",
             got="; ".join(trouble) or None,
-            instead=_instead({row[1] for row in rows}, steps=steps, trouble=bool(trouble)),
+            instead=_instead({row[1] for row in rows}, steps=steps, trouble="; ".join(trouble)),
         )
         error.parted = any(row[1] == _number(LEAVING) for row in rows)
         raise error

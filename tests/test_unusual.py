@@ -264,3 +264,41 @@ def test_every_tensor_the_engine_makes_says_its_device():
         if ast.unparse(node.func).startswith("torch.") and "device" not in {word.arg for word in node.keywords}
     ]
     assert found == []
+
+
+class Spectral(nn.Module):
+    """Its weight is pairs of reals, seen as complex numbers, behind parameters of odd sizes."""
+
+    def __init__(self):
+        super().__init__()
+        self.lead = nn.Parameter(torch.ones(3))
+        self.pairs = nn.Parameter(torch.arange(50.0).view(5, 5, 2) / 50)
+        self.odd = nn.Parameter(torch.ones(5))
+        self.more = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x):
+        numbers = torch.view_as_complex(self.pairs) @ (x[:, 0] + 1j * x[:, 1]).to(torch.complex64)
+        return torch.view_as_real(numbers).sum(0) * self.lead.sum() + torch.view_as_complex(self.more).abs().sum()
+
+
+def spectral(stage, align):
+    torch.manual_seed(0)
+    model = Spectral()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage, layout=Layout(align=align))
+    for _ in range(2):
+        model(torch.ones(5, 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if zero is None:
+        return reference.weights(model)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.row(69)
+@pytest.mark.parametrize("align", [1, 2, 128])
+def test_pairs_are_seen_as_complex_numbers_under_any_align(ranks, stage, align):
+    """`torch.view_as_complex` takes them at an even element only."""
+    for found in ranks.run(2, spectral, stage, align):
+        reference.assert_same(found, spectral(None, align))

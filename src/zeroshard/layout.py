@@ -82,8 +82,9 @@ class Layout:
         collective and each kernel there has a price of its own, and few bytes are not worth it.
     align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere, for the same bits at
         every stage and number of ranks of its own: norms add up blocks of so many, so that they and a clip may differ
-        in the last bit from those of 128, and fused kernels and updates in 16 bits are refused. {name pattern:
-        elements} for parameters with blocks of their own, such as rows; a tensor's last block may be short.
+        in the last bit from those of 128, and fused kernels and updates in 16 bits are refused; what has pairs in its
+        last dimension still begins at an even element. {name pattern: elements} for parameters with blocks of their
+        own, such as rows; a tensor's last block may be short.
     units: which submodules are gathered together: module names, name patterns ("blocks.*"), module classes or the
         names of these ("LlamaDecoderLayer").
         None finds them: the children of the outermost `ModuleList`s, and of a `Sequential` or `ModuleDict` that has no
@@ -500,6 +501,8 @@ def _pack(key: BucketKey, run: list[Spec], layout: Layout, owner: Mapping[Piece,
     if key.whole:  # by owner, so that shards are contiguous
         run = sorted(run, key=lambda spec: owner[spec.name, 0])
     for spec in run:
+        if spec.shape[-1:] == (2,) and end % 2:
+            end += key.block or layout.base  # of pairs torch.view_as_complex makes numbers only at an even element
         slots.append(Slot(spec.name, spec.shape, end, spec.numel, spec.cut, spec.matrix))
         end += _round_up(spec.numel, key.block or layout.base)
     # A stack's runs stay in order, so their owners are sorted instead: of equal runs each rank gets as many as dealt.

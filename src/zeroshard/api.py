@@ -91,7 +91,8 @@ def shard(
     offload = _policy("offload", offload, Offload)
     layout, comm = _policy("layout", layout, Layout), _policy("comm", comm, Comm)
     if not isinstance(model, nn.Module):
-        raise UserError("not a model", expected="an nn.Module", got=type(model).__name__)
+        instead = "shard(nn.ModuleList(models), ...) for several models"
+        raise UserError("not a model", expected="an nn.Module", got=type(model).__name__, instead=instead)
     several = optimizer is None or isinstance(optimizer, (list, tuple))
     given: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
     optimizers = list(map(unwrapped, given))
@@ -278,7 +279,8 @@ class Zero:
         """
         engine = self._engine
         if engine.moving is not None:
-            raise StateError("this model has an average already", got=f"decay={engine.moving.decay}")
+            instead = "the object that zero.average(...) returned, whose decay may be set"
+            raise StateError("this model has an average already", got=f"decay={engine.moving.decay}", instead=instead)
         engine.schedule.recover()
         engine.moving = average = first("average", decay, engine)
         if average is None:

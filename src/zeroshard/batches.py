@@ -140,7 +140,11 @@ class Batches:
 
     def _check(self) -> None:
         if self.retired:
-            raise StateError(f"these batches give out nothing any more: {self.retired}", where=self.place())
+            raise StateError(
+                f"these batches give out nothing any more: {self.retired}", where=self.place(),
+                instead="the steps of the last zero.batches(...), one of a model at a time; a loader of your own to "
+                "evaluate with",
+            )  # fmt: skip
 
     def give_out(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Yield this rank's micro-batches of a step."""

@@ -339,7 +339,8 @@ class Engine:
     def _gathered(self, what: Sequence[nn.Module | str], write_from: int | None) -> Iterator[None]:
         if write_from is not None and not (type(write_from) is int and 0 <= write_from < self.group.ranks):
             last = self.group.ranks - 1
-            raise UserError("write_from names a rank", expected=f"0 to {last}", got=repr(write_from))
+            instead = "write_from=0, on every rank"
+            raise UserError("write_from names a rank", expected=f"0 to {last}", got=repr(write_from), instead=instead)
         if in_backward():
             instead = "touch the parameter, or gather before backward"
             raise StateError("gathered() inside backward cannot be answered", instead=instead)

@@ -119,8 +119,9 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
             )  # fmt: skip
         if told["manifest"] != everyone[0]["manifest"]:
             raise PeerError(
-                "the ranks see different checkpoints", where=f"rank {rank}", expected=str(folder), got="another one"
-            )
+                "the ranks see different checkpoints", where=f"rank {rank}", expected=str(folder), got="another one",
+                instead="a path on a file system that all ranks have mounted, or equal copies of the folder",
+            )  # fmt: skip
     assert saved is not None
     group.torn = "a load did not get to its end: the model holds only some of it"
 
@@ -481,6 +482,7 @@ def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:
                 f"rank {rank}: {at}{'' if there else ', which is not there'}"
                 for rank, (at, there, _) in enumerate(everyone)
             ),
+            instead="an absolute path, and a folder that is made before any rank looks into it",
         )
     for name in everyone[0][2]:
         problem = None

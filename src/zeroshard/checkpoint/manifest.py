@@ -533,8 +533,9 @@ def state_name(parameter: str, key: Any) -> str:
     """Return the manifest's name of an optimizer's state `key`, which must not pass for the parameter's value."""
     if not isinstance(key, str):
         raise CheckpointError(
-            "an optimizer's state has a name that is no text", where=f"parameter {parameter!r}", got=repr(key)
-        )
+            "an optimizer's state has a name that is no text", where=f"parameter {parameter!r}", got=repr(key),
+            instead='self.state[p]["name"] in the optimizer\'s class',
+        )  # fmt: skip
     return f"optimizer:{key}" if APART.fullmatch(key) else key
 
 
@@ -608,7 +609,10 @@ def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": where}
     if isinstance(value, Mapping):
         if not all(isinstance(key, (str, int)) for key in value):
-            raise UserError("extra holds a key that is neither text nor a number", where=where, got=list(value)[:5])
+            instead = "a list of pairs, list(value.items()), or keys of text"
+            raise UserError(
+                "extra holds a key that is neither text nor a number", where=where, got=list(value)[:5], instead=instead
+            )
         pairs = [[key, plain(f"{where}.{key}", inner, tensors)] for key, inner in value.items()]
         return {"map": pairs}
     if isinstance(value, (list, tuple)):
@@ -617,7 +621,12 @@ def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
-        raise UserError("extra holds an integer that JSON does not", where=where, got=f"{value.bit_length()} bits")
+        raise UserError(
+            "extra holds an integer that JSON does not",
+            where=where,
+            got=f"{value.bit_length()} bits",
+            instead="hex(value)",
+        )
     if isinstance(value, (str, int, float, bool, type(None))):
         return value
     raise UserError(

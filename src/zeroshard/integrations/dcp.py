@@ -266,12 +266,16 @@ def _stage(running: ModelState, state: Mapping[str, Any], staged: Staged) -> Non
         for group, mine in zip(binding.optimizer.param_groups, options(running, binding)["groups"], strict=True):
             match = next((theirs for names, theirs in saved if names == sorted(mine["parameters"])), None)
             if match is None:
-                raise CheckpointError("no saved group holds just these parameters", got=mine["parameters"][:5])
+                raise CheckpointError(
+                    "no saved group holds just these parameters", got=mine["parameters"][:5],
+                    instead="the groups that were saved; or zero.load(path, strict=False) of a checkpoint of zero.save",
+                )  # fmt: skip
             theirs = {key: match[key] for key in mine["options"] if key in match}
             if odd := [key for key, value in theirs.items() if not alike(mine["options"][key], value)]:
                 raise CheckpointError(
-                    "options are of another kind", where=str(odd), got=str([match[k] for k in odd])[:100]
-                )
+                    "options are of another kind", where=str(odd), got=str([match[k] for k in odd])[:100],
+                    instead="the optimizer's options as they were saved, and others after the load",
+                )  # fmt: skip
             staged.groups.append((group, theirs))
         for fragment, _ in _states(running, binding):
             name = fragment.slot.name

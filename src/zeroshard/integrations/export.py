@@ -64,7 +64,10 @@ class Wanted:
         known = isinstance(self.dtype, torch.dtype) and self.dtype in DTYPES and _plain_float(self.dtype)
         if self.dtype is not None and not known:
             floating = ", ".join(str(dtype) for dtype in DTYPES if _plain_float(dtype))
-            raise UserError("weights are exported as floating-point numbers", expected=floating, got=repr(self.dtype))
+            raise UserError(
+                "weights are exported as floating-point numbers", expected=floating, got=repr(self.dtype),
+                instead="dtype=torch.bfloat16, or none, for that of each parameter",
+            )  # fmt: skip
 
     def cast(self, name: str, values: Tensor, own: torch.dtype) -> Tensor:
         """Convert `values` to the dtype that is written for a tensor of dtype `own`."""

@@ -154,6 +154,7 @@ class Weights:
             raise CheckpointError(
                 "no weights here", where=str(self.path), expected="safetensors files, or a checkpoint of zero.save",
                 got=sorted(path.name for path in self.path.glob("*"))[:5] or "nothing",
+                instead="zero.export(folder), save_pretrained(folder), or zeroshard ckpt import for other formats",
             )  # fmt: skip
         return found
 

@@ -165,6 +165,45 @@ def test_several_votes_in_a_row(ranks, where, stage):
     judged(ranks.run(2, voted, stage, where, AGAIN, {}, **LIMITS), AGAIN, WHY[where])
 
 
+def micro_batch_again(stage: int, where: str):
+    """The weights where only the micro-batch is tried again in which rank 0 fails, without zero_grad; and the errors."""
+    found = []
+    for plan in ({}, {1: [[0], [0]]}):
+        model, optimizer, zero = built(stage, {})
+        failures, told = Failures("", plan, model, optimizer), []
+        model[2].register_forward_pre_hook(lambda *_, failures=failures: failures.due("forward"))
+        for failures.step in range(3):
+            for micro in range(3):
+                worked = False
+                while not worked:
+                    failures.where = where if micro == 1 else "later"
+                    try:
+                        loss = model(batch(failures.step, micro)).square().mean()
+                        failures.due("loss")
+                        loss.backward()
+                        worked = True
+                    except (Failed, PeerError) as error:
+                        told.append(f"{type(error).__name__}: {error}")
+                    if micro == 1:
+                        failures.passed()
+                    worked = agreed(worked)
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            found.append((reference.weights(model), told))
+    (want, _), (got, told) = found
+    return reference.first_difference(got, want), told
+
+
+@pytest.mark.row(3)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("where", ["forward", "loss"])
+def test_gradients_of_earlier_micro_batches_outlast_a_vote(ranks, where, stage):
+    """What failed has touched no gradient: none is dropped, and no rank hears of more than the failures."""
+    outcomes = ranks.run(2, micro_batch_again, stage, where, **LIMITS)
+    judged(outcomes, {1: [[0], [0]]}, WHY[where])
+
+
 SETTINGS = {
     "replicas": {"comm": Comm(replicas=2)},
     "replicas, all": {"comm": Comm(replicas=2, optimizer="all", transport="gloo")},
@@ -285,7 +324,7 @@ def skipped(stage: int):
     """An evaluation on rank 0 raises behind its last block, is skipped, and rank 0 is late for the next."""
     model, optimizer, _ = built(stage, {})
     failures = Failures("", {1: [[0]]}, model, optimizer)
-    model.register_forward_hook(lambda *_: failures.due())
+    model[3].register_forward_hook(lambda *_: failures.due())
     model.eval()
     for failures.step in range(3):
         with contextlib.suppress(Failed), torch.no_grad():
@@ -311,15 +350,14 @@ def second_view(stage: int):
 
 
 def second_forward(stage: int):
-    """The same, where the exception leaves the second forward itself, in a hook behind all of its blocks."""
+    """The same, where the exception leaves the second forward itself, in a hook behind its last block."""
     model, optimizer, _ = built(stage, {})
-    failures = Failures("", {1: [[0]]}, model, optimizer)
-    model.register_forward_hook(lambda *_: failures.due())
+    failures, views = Failures("", {1: [[0]]}, model, optimizer), []
+    model[3].register_forward_hook(lambda *_: failures.due() if views else None)
     for failures.step in range(3):
-        losses, failures.where = [], "later"
-        kept, failures.left = failures.left, {}
-        losses.append(model(batch(failures.step)).square().mean())
-        failures.left = kept
+        views.clear()
+        losses = [model(batch(failures.step)).square().mean()]
+        views.append("the second")
         with contextlib.suppress(Failed):
             losses.append(model(batch(failures.step, 1)).square().mean())
         if failures.step == 1 and rank_processes.rank() == 0:

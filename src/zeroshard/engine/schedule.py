@@ -365,9 +365,18 @@ class Schedule:
             self.forward.abandon()  # an interrupt went past every hook
         segment = self.script.active and not (self.forward.begun or self.backward.begun)
         left = any(each.begun and not each.running() for each in self.transactions)
-        missed = self.group.missed and not self.reduction.kept()  # then this rank has nothing to lose by it
-        if self.group.interrupted or segment or left or missed:
+        if self.group.interrupted or segment or left:
             self.group.level(self._trouble())
+        elif self.group.missed:
+            kept = self.reduction.kept()
+            self.group.level("its program did not come to what the others were at")
+            if kept - self.reduction.kept():
+                raise PeerError(
+                    "the ranks have dropped their gradients: others have left what this rank did not come to",
+                    where=f"rank {self.group.rank}, step {self.group.progress.steps + 1}",
+                    expected="forwards, backwards, steps and the program's own collectives in one order on all ranks",
+                    instead="try again on every rank, from zero_grad()",
+                )
 
     def _trouble(self) -> str:
         """Return what other ranks are told of an exception on this rank."""

@@ -173,9 +173,10 @@ class Link:
         groups = self.groups
         if self.behind:
             return
-        if self.left_by_others and not self.interrupted:
-            self._leave(self.left_by_others)
-        if not (groups.watch.called > groups.levellings or groups.ends or self.interrupted):
+        left = self.left_by_others
+        if left and self.rank not in left and not self.interrupted:
+            self._leave(left)
+        if not (left or groups.watch.called > groups.levellings or groups.ends or self.interrupted):
             return
         where = f"rank {self.rank}: {self.doing()}"
         whys = self.level("an exception ended what it was at" * self.interrupted)

@@ -235,14 +235,16 @@ def test_a_run_leaves_its_files(run):
         assert {state: entry["held"][state] for state in entry["predicted"]} == entry["predicted"]
         assert {state for state, nbytes in entry["held"].items() if nbytes} - entry["predicted"].keys() == {"norms"}
     norms = f"; beside it up to {max(entry['held']['norms'] for entry in ranks):,} bytes of norms, not predicted"
-    sent = sum(ranks[0]["traffic"][verb]["sent"] for verb in ("gather", "reduce"))
+    sent, shared = (sum(ranks[0]["traffic"][verb][how] for verb in ("gather", "reduce")) for how in ("sent", "shared"))
+    read = f"; it read {shared // STEPS:,} in other ranks' memory, which they share" if shared else ""
+    assert bool(sent) != bool(shared)
     said = shown.splitlines()
     assert said.index("  starting 2 ranks ...") < said.index(f"  started on cpu, torch {torch.__version__}")
     assert said[-5:] == [
         f"  loss   {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f} in {STEPS} steps",
         f"  states {sum(ranks[0]['predicted'].values()):,} bytes per rank; held = predicted on 2 ranks, to the byte"
         + norms,
-        f"  sent   {sent // STEPS:,} bytes of parameters and gradients per step by rank 0",
+        f"  sent   {sent // STEPS:,} bytes of parameters and gradients per step by rank 0{read}",
         f"  saved  {out / 'model.safetensors'} and {out / 'checkpoints' / 'step-00000012'}",
         f"  next   zeroshard explain {out}",
     ]

@@ -19,7 +19,7 @@ from torch import nn
 
 import ranks as rank_processes
 import zeroshard
-from zeroshard import Precision
+from zeroshard import Comm, Precision
 from zeroshard.cli import explain as explain_command
 from zeroshard.cli import walk
 from zeroshard.cli.config import InputError
@@ -637,6 +637,37 @@ def explained(bf16: bool) -> list[dict]:
             }
         )  # fmt: skip
     return found
+
+
+def exchanged(folder, transport):
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=3, comm=Comm(transport=transport))
+    zero.record()
+    for _ in range(2):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    run.record_step(zero, folder)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("transport", "how"),
+    [("shared", "by gloo, data through shared memory: ranks of one host send no data"), ("gloo", "by gloo")],
+)
+def test_what_was_exchanged_is_told_and_how(ranks, tmp_path, capsys, transport, how):
+    """Through shared memory a run sends nothing, and yet its messages are there, in the terminal and in the document."""
+    ranks.run(2, exchanged, tmp_path, transport)
+    told = reading.read(tmp_path)
+    walk.run(told)
+    shown = " ".join(capsys.readouterr().out.split()).partition("What the step exchanged, rank 0")[2]
+    rows = {row["verb"]: row for row in told["traffic"]}
+    for verb in ("gather", "reduce"):
+        row = rows[verb]
+        assert row["logical"] > 0 and bool(row["sent"]) == (transport == "gloo")
+        assert f"{verb} {row['calls']} {row['logical']:,} {row['sent']:,} {row['sent_and_received']:,}" in shown
+    assert how in shown and ("shared" in shown) == ("shared" in told["facts"]["backend"]) == (transport == "shared")
 
 
 @pytest.mark.parametrize(("scaling", "part"), [("tensor", "tensor"), ("128x128", "tile of 128x128")])

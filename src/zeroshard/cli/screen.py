@@ -184,7 +184,10 @@ def closing(
 ) -> None:
     """Print four lines about a run that has ended, and the next command; `ranks` as in `ledger.json`."""
     held = [sum(entry["held"].get(state, 0) for state in entry["predicted"]) for entry in ranks]
-    sent = sum(ranks[0]["traffic"].get(verb, {"sent": 0})["sent"] for verb in TRAVELS)
+    sent, shared = (
+        sum(ranks[0]["traffic"].get(verb, {}).get(how, 0) for verb in TRAVELS) // steps for how in ("sent", "shared")
+    )
+    read = f"; it read {shared:,} in other ranks' memory, which they share" if shared else ""
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
     verdict = f"[green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]{_beside(ranks)}"
     if off:
@@ -193,7 +196,7 @@ def closing(
     facts = {
         "loss": f"{losses[0]:.3f} -> {losses[1]:.3f} in {many(steps, 'step')}",
         "states": f"{max(held):,} bytes per rank; {verdict}",
-        "sent": f"{sent // steps:,} bytes of parameters and gradients per step by rank 0",
+        "sent": f"{sent:,} bytes of parameters and gradients per step by rank 0{read}",
         "saved": f"{escape(str(weights))} and {escape(str(checkpoint))}",
         "next": f"[bold]zeroshard explain {escape(shlex.quote(str(run)))}[/bold]",
     }

@@ -26,6 +26,7 @@ from .recording import E4M3, Clock, Told, began_before, last_step, layout_json, 
 if TYPE_CHECKING:
     from ..api import Zero
 
+SHARING = ", data through shared memory"  # of the fact "backend"; the page and the terminal look for it
 RANKS_SHOWN = 8  # ranks whose step is shown in full; each other has a line
 MACHINES = ("torch", "threads")  # facts about the machine
 
@@ -175,11 +176,12 @@ def _facts(zero: Zero) -> dict[str, Any]:
     import torch  # not on top: reading a recorded step needs no torch
 
     layout, comm = zero._engine.layout, zero._engine.comm
+    shares = any(moved.shared for moved in zero.ledger().traffic.values())
     return {
         "torch": str(torch.__version__),
         "device": str(zero._engine.device),
         "threads": torch.get_num_threads(),
-        "backend": zero._engine.group.backend,
+        "backend": zero._engine.group.backend + SHARING * shares,
         "bounds": layout.bounds,
         "bucket_mib": layout.bucket_mib,
         "align": layout.base,

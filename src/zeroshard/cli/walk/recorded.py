@@ -19,6 +19,8 @@ NORMS = (
     "for and stays; the prediction does not have it."
 )
 
+SHARED = ": ranks of one host send no data, and read the others' parts of the logical bytes where they lie"
+
 
 def run(of: dict[str, Any]) -> None:
     """Print which rank holds what, where the peak comes from, and what the step waited for."""
@@ -45,6 +47,7 @@ def run(of: dict[str, Any]) -> None:
         say("\nNo step was recorded: zero.record() before the steps, on every rank")
     else:
         _step(recording, of["layout"]["units"])
+        _exchanged(of)
     if of["curves"]:
         _curve(of["curves"])
 
@@ -86,6 +89,18 @@ def _step(recording: dict[str, Any], units: Sequence[str]) -> None:
         _longest(recording, rank, units)
     if recording["note"]:
         say(f"  [dim]{escape(recording['note'])}[/dim]")
+
+
+def _exchanged(of: dict[str, Any]) -> None:
+    """Print what rank 0 exchanged with other ranks in the step, and how."""
+    table = screen.new_table("What the step exchanged, rank 0", "verb", "calls", "logical", "sent", "sent + received")
+    for row in of["traffic"]:
+        columns = ("calls", "logical", "sent", "sent_and_received")
+        table.add_row(row["verb"], *(f"{row[column]:,}" for column in columns))
+    if of["traffic"]:
+        show(table)
+        how = f"  by {of['facts'].get('backend', 'messages')}"
+        say(how + (SHARED if "shared memory" in how else ""), markup=False)
 
 
 def _peak(peak: Mapping[str, Any]) -> Iterable[str]:

@@ -9,20 +9,24 @@ Named hazard, *a second gradient*: inside a re-entrant checkpoint a parameter ca
 in one backward (three segments that share a weight, say). Such a bucket waits for the end of the outermost backward.
 
 Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
-in a gather, waits for ever. So until backward ends, waiting here is bounded, and given up for the rest of the backward
-once it did not help. If the ranks differed in that backward it is an eighth until they do not, since they will differ
-again. If they did not, a rank was only slow, and the next backward waits as long as the first did.
+in a gather, or at the end of its backward, waits for ever. So a rank that stands still asks the others, and goes on if
+one of them waits for it: such a sum cannot come, and costs bytes and no time. Where it cannot see that (a collective of
+the program's own, say) the wait is bounded, from when its own device has come so far. Once a wait was in vain there are
+no more in that backward. If one ran out of time, and the ranks differed, it is an eighth until they do not, since they
+will differ again. If they did not, a rank was only slow, and the next backward waits as long as the first did.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ..device import Event, event
 from ..flow import Scratch
 from ..headroom import IN_FLIGHT
 from ..ranks.agreement import Group
@@ -39,9 +43,38 @@ from .sums import Delivery, Sums
 from .unit import profiled
 
 PAUSE = 0.5  # seconds that backward pauses at most for the oldest reduction
+ASKS = 0.016  # seconds after which it asks the others for the first time, where ranks were alike; then ever more rarely
+RARELY = 1.0  # seconds between two questions, at most
 MOST = 2  # gradients of one parameter in a backward, or more
 REDUCED = "reduced", "or repeat the step: from now on they wait for the end"
 UNHURRIED = 60.0  # where what is held is compared with a plan, which must not depend on how busy a machine is
+
+
+class Standstill:
+    """One pause of backward for the oldest reduction, and why it ends before that has come."""
+
+    def __init__(self, group: Group, own: Event | None, pause: float, asks: float) -> None:
+        """own: what this rank's device has to come to before another can be late; by default all that it was given."""
+        self._group = group
+        self._pause = pause
+        self._own = own or event(group.device)
+        self._deadline: float | None = None
+        self._asks, self._asked = asks, time.monotonic()
+
+    def begun(self) -> bool:
+        """Tell if only other ranks can be late: the own device has come so far."""
+        if self._deadline is None and self._own.is_completed():
+            self._deadline = time.monotonic() + self._pause
+        return self._deadline is not None
+
+    def in_vain(self) -> str:
+        """Return why it is not to go on: "time", or "parted" where the ranks differ; else ""."""
+        now = time.monotonic()
+        if now > self._asked + self._asks:
+            if self._group.parted():
+                return "parted"
+            self._asks, self._asked = min(4 * self._asks, RARELY), time.monotonic()
+        return "time" if self._deadline is not None and now > self._deadline else ""
 
 
 class Reduction:
@@ -71,6 +104,9 @@ class Reduction:
         self._pauses = True
         self.pause = PAUSE
         self._shortened = 1  # by this factor, since ranks were seen to wait for each other in vain
+        self._asks = ASKS
+        self.in_vain = Counter[str]()  # pauses so far that were, by their reason
+        self._late = False  # did one of this backward run out of time?
         self._again: list[Entry] = []
         self._got = b""  # how many gradients each parameter got on the rank that got most, once that is known
         self._hidden: dict[int, Tensor | None] = {}  # by entry number, the p.grad that makes way
@@ -93,6 +129,8 @@ class Reduction:
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
         self._local, self._next, self._pauses, self._got = local, 0, True, b""
+        self._late = False
+        self.group.begun_sums(0)
         self._again.clear()
         self.gradients.forget_answers()
         self.sums.apart = not any(each.early for each in self.subscribers)
@@ -167,6 +205,7 @@ class Reduction:
     def _send(self, contribution: Contribution) -> None:
         with profiled("reduce", contribution.unit.name):
             self.sums.send(contribution)
+        self.group.begun_sums(self._next)
 
     def _make_room(self) -> None:
         """While too much is under way, go on with the oldest; wait for it, within bounds.
@@ -174,27 +213,32 @@ class Reduction:
         By count and not by what has come in already, so that the bytes held are known before the run.
         """
         allowed = IN_FLIGHT if self.settings.overlap else 0
-        deadline = time.monotonic() + self.pause / self._shortened
+        stands: Standstill | None = None
         while due := self._due(allowed):
-            here, work, then = due
-            if here():
+            here, own, work, then = due
+            if (stands is None or stands.begun()) and here():
                 then()
-            elif not self._pauses:
+                stands = None
+                continue
+            if not self._pauses:
                 return
-            elif time.monotonic() > deadline:
-                self._pauses = False
+            since = time.perf_counter_ns()
+            stands = stands or Standstill(self.group, own, self.pause / self._shortened, self._asks)
+            if why := stands.in_vain():
+                self._pauses, self._late = False, why == "time"
+                self.in_vain[why] += 1
             else:
-                since = time.perf_counter_ns()
                 time.sleep(0.0001)
-                work.stood_still(since)
+            work.stood_still(since)
 
-    def _due(self, allowed: int) -> tuple[Callable[[], bool], Work, Callable[[], None]] | None:
-        """Return the oldest sum that is in the way of others: (is it here?, its Work, how to go on with it)."""
+    def _due(self, allowed: int) -> tuple[Callable[[], bool], Event | None, Work, Callable[[], None]] | None:
+        """Return the oldest sum that is in the way of others: is it here?, this rank's part of it, its Work, and how to
+        go on with it."""
         for each in self.subscribers:
             if (work := each.due(min(allowed, 1))) is not None:
-                return work.done, work, each.next
+                return work.done, None, work, each.next
         found = self.sums.oldest(allowed)
-        return found and (found[0].here, found[0].awaited, found[1])
+        return found and (found[0].here, found[0].own, found[0].awaited, found[1])
 
     def _averaged(self, contribution: Contribution) -> None:
         came, got = contribution.received, self._got
@@ -242,9 +286,9 @@ class Reduction:
             told = self.group.flags(received + bytes(MOST - each for each in received))
             got, least = told[: len(received)], bytes(MOST - each for each in told[len(received) :])
         if got == least:  # the ranks were alike
-            self._shortened = 1
-        elif not self._pauses:
-            self._shortened = 8
+            self._shortened, self._asks = 1, min(2 * self._asks, ASKS)
+        else:
+            self._shortened, self._asks = 8 if self._late else self._shortened, ASKS / 16
         if 2 in got:
             names = [entry.slot.name for entry in self.gradients.entries if got[entry.number] == 2]
             self.group.level("")

@@ -100,6 +100,7 @@ class Sent:
     work: Work
     receive: Tensor
     delivery: Delivery
+    own: Event  # which this rank's device comes to before it sends its part
 
     @property
     def running(self) -> Tensor | None:
@@ -186,6 +187,7 @@ class Sums(Flow[Sent, Tensor]):
         self.room(contribution)
         accumulator, team, bucket = contribution.accumulator, contribution.buffer.team, contribution.codec.bucket
         send, own = contribution.encode(self.sends), bucket.shard_numel(team.position)
+        own_part = event(self.group.device)
         if self.native:
             receive = self.scratch.take(own, send.dtype)
             work = team.reduce_native(send, receive, bucket)
@@ -193,7 +195,7 @@ class Sums(Flow[Sent, Tensor]):
             receive = self.scratch.take(own * team.room * contribution.sources, send.dtype)
             work = team.reduce(send, receive, bucket, contribution.sources)
         contribution.move(State.SENT)
-        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch)))
+        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch), own_part))
 
     # --- the sum ----------------------------------------------------------------------------------------------------
 

@@ -352,6 +352,14 @@ class Group:
         """Return the problems of all ranks that have one, so that all of them can raise."""
         return [f"rank {rank}: {problem}" for rank, problem in enumerate(self.describe(mine)) if problem]
 
+    def begun_sums(self, number: int) -> None:
+        """Take note, for ranks that ask, how many sums this rank has begun in the backward that is running."""
+
+    def parted(self) -> bool:
+        """Ask other ranks, while this one stands still for a sum, if the ranks differ in the backward that is running,
+        so that the sum may not come before this rank goes on."""
+        return False
+
     def same(self, verb: str, ask: Callable[[], dict[str, Any]]) -> None:
         """Compare ranks' arguments before anything is done. Raises on all ranks if they differ, or are wrong on one.
 

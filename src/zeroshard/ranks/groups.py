@@ -369,6 +369,9 @@ def _end_queues() -> bool:
 class Groups:
     """The process groups, streams and watch that all engines over one process group share."""
 
+    sums_begun = 0  # by this rank, in the backward that began last
+    parted = ""  # the last backward in which this rank has learnt that the ranks differ
+
     def __init__(
         self,
         parent: Any,
@@ -645,6 +648,17 @@ class Groups:
         made = self._make(self.queues, alone=True)
         self._connect(made)
         return made
+
+    @property
+    def launched(self) -> list[int]:
+        """The numbers of collectives launched so far, by stream. Of sums, and behind the training, 0: ranks that do the
+        same do all others in one order with the beginnings of sums."""
+        return [0 if at in self.sums or each.behind else each.count for at, each in enumerate(self.streams)]
+
+    def progress(self) -> dict[str, Any]:
+        """Return how far this rank has come, as fields of `watch.Answer`. Called on the watch's thread."""
+        launched = self.launched  # before it is told how many sums: what is launched then has come after more of them
+        return {"launched": launched, "sums": self.sums_begun, "parted": self.parted}
 
     def number(self) -> int:
         """Return a number for the next model that is sharded over these groups."""

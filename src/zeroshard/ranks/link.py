@@ -380,6 +380,7 @@ class Link:
             "doing": self.doing(),
             "waits": bool(self.progress.awaited) and not self.interrupted,
             "failed": self.lost,
+            **self.groups.progress(),
         }
 
     def _loss(self, error: Exception) -> PeerError:

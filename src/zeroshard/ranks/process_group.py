@@ -14,6 +14,7 @@ import copy
 import functools
 import json
 import logging
+import operator
 import weakref
 import zlib
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from ..device import ask
 from ..ended import at_end_of
 from ..errors import PeerError
 from ..events import ends
-from .agreement import LEAVING, LOADING, SENT, TELLING, Group
+from .agreement import LEAVING, LOADING, SENT, TELLING, Group, lines
 from .calls import Call
 from .link import Link, all_gather, all_reduce, dtype_name
 from .process_team import ProcessTeam
@@ -280,6 +281,30 @@ class ProcessGroup(Group):
         """Return what each rank tells of itself, once they have found that they do different things."""
         texts = self._texts(trouble.encode()[:999], [999] * self.ranks)
         return [text.rstrip(b"\0").decode(errors="replace") for text in texts]
+
+    def begun_sums(self, number: int) -> None:
+        self._groups.sums_begun = number
+
+    def parted(self) -> bool:
+        """Ask the ranks on this one's lines: a rank waits for what this one has not launched, and has begun fewer sums.
+
+        Ranks that do the same begin sums and launch all else in one order: there who has begun fewer has launched no
+        more. It is exact, also if a message is late, and so what is held stays what was planned. A rank that has learnt
+        it says so: in a few rounds all that ask know it.
+        """
+        groups, watch, number = self._groups, self._groups.watch, f"{self._link.engine} {self.numbers['backward']}"
+        if not (groups.parted == number or watch.alarm or watch.called > groups.levellings):
+            mine, begun = groups.launched, groups.sums_begun
+            answers = watch.ask({rank for line in lines(self.ranks, self.rank) for rank in line} - {self.rank})
+            if not any(
+                each.silence
+                or each.parted == number
+                or (each.waits and each.sums < begun and any(map(operator.gt, each.launched, mine)))
+                for each in answers.values()
+            ):
+                return False
+        groups.parted = number
+        return True
 
     def for_saves(self, *, behind: bool) -> Group:
         other = copy.copy(self)

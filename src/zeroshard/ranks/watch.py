@@ -61,6 +61,9 @@ class Answer(NamedTuple):
     failed: bool = False  # one of its collectives did not complete either
     posted: str = ""  # its posting for the levelling that it was asked about
     left: Left | None = None  # what it has left, if it was looked at
+    launched: tuple[int, ...] = ()  # how many collectives it has launched, by stream: see `Groups.launched`
+    sums: int = 0  # that it has begun in the backward that is running
+    parted: str = ""  # the last backward in which it has learnt that the ranks differ
 
 
 class Watch:
@@ -90,9 +93,9 @@ class Watch:
         self.close = at_end_of(self, _close, self._server)
         _watches.add(self)
 
-    def ask(self) -> dict[int, Answer]:
-        """Ask every peer, and return the answers by rank."""
-        return self._send({})
+    def ask(self, ranks: Iterable[int] = ()) -> dict[int, Answer]:
+        """Ask these peers, by default every one, and return the answers by rank."""
+        return self._named(_ask({rank: self.peers[rank] for rank in ranks}, {})) if ranks else self._send({})
 
     def tell(self, culprits: dict[int, str]) -> None:
         """Say to every peer which ranks will not come any more, and why."""
@@ -377,7 +380,8 @@ def _understood(line: bytes) -> Answer:
         told = json.loads(line)
         left = Left(*told["left"]) if "left" in told else None
         said = str(told["doing"]), bool(told["waits"]), bool(told["failed"]), str(told.get("posted", ""))
-        return Answer("", *said, left)
+        launched = tuple(int(each) for each in told.get("launched", ()))
+        return Answer("", *said, left, launched, int(told.get("sums", 0)), str(told.get("parted", "")))
     return Answer("cannot be asked: another program answers at its address")
 
 

@@ -690,17 +690,18 @@ def around(engine, shares):
         def __init__(self, inner, k=2, alpha=0.5):
             if shares is not None:
                 super().__init__(inner.param_groups, inner.defaults)
-            self.inner, self.k, self.alpha, self.count = inner, k, alpha, 0
+            self.inner, self.k, self.alpha = inner, k, alpha
             self.param_groups = inner.param_groups
+            self.param_groups[0]["count"] = 0  # an option of a group is saved
             self.defaults = inner.defaults
             self.state = inner.state if shares else collections.defaultdict(dict)
 
         def step(self, closure=None):
             self.inner.step()
-            self.count += 1
+            self.param_groups[0]["count"] += 1
             for p in (p for group in self.param_groups for p in group["params"]):
                 slow = self.state[p].setdefault("slow", p.detach().clone())
-                if self.count % self.k == 0:
+                if self.param_groups[0]["count"] % self.k == 0:
                     with torch.no_grad():
                         slow.lerp_(p, self.alpha)
                         p.copy_(slow)
@@ -1599,3 +1600,130 @@ def test_options_that_come_later_are_refused_at_the_step_on_every_rank(world):
     for told in ranks.run(world, option_that_comes_later, world):
         assert "an optimizer's option could not be saved" in told
         assert "optimizer 0, group 0, option 'note'" in told
+
+
+# --- what a checkpoint would not have ---------------------------------------------------------------------------------------
+
+
+class Keeping(torch.optim.Optimizer):
+    """Elementwise, and keeps more than states of parameters and options of groups."""
+
+    elementwise = True
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "steps": 0})
+        self.table, self.steps, self.total = [], 0, torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"])
+                    self.keep(group, param)
+
+    def keep(self, group, param):
+        """Keep nothing more."""
+
+
+def keeping(what):
+    def keep(self, group, param):
+        if what == "an option of a group":
+            group["steps"] += 1
+        elif what == "a state of each element":
+            self.state[param]["twice"] = param.detach() * 2
+        elif what == "a count":
+            self.steps += 1
+        elif what == "a tensor":
+            self.total += param.sum()
+        elif what == "a list":
+            self.table.append(len(self.table))
+        elif what == "a state of no parameter":
+            self.state["k"] = torch.ones(1)
+        elif what == "a state that is no element's":
+            self.state[param]["two"] = torch.zeros(2, *param.shape)
+        elif what == "every third step":
+            self._seen = getattr(self, "_seen", 0) + 1
+            if self._seen % 3 == 0:
+                self.steps += 1
+
+    return type("Keeping", (Keeping,), {"keep": keep})
+
+
+def kept_by(what, stage, **said):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = type("Keeping", (keeping(what),), said)(model.parameters())
+    before = {key: repr(value) for key, value in vars(optimizer).items()}
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    assert {key: repr(vars(optimizer)[key]) for key in ("table", "steps", "total")} == {
+        key: before[key] for key in ("table", "steps", "total")
+    }
+    models.loss("mlp", model, models.batch("mlp", 0, zero.rank)).backward()
+    optimizer.step()
+
+
+REFUSED = {
+    "a count": "attribute 'steps'",
+    "a tensor": "attribute 'total'",
+    "a list": "attribute 'table'",
+    "every third step": "attribute '_seen'",
+    "a state of no parameter": r"optimizer.state\['k'\]",
+}
+
+
+@pytest.mark.row(66)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_no_checkpoint_would_have_is_refused_before_anything_is_sharded(stage, what):
+    """And the optimizer itself was not stepped. On the class a program may say what a resumed run does not need."""
+    with pytest.raises(RankFailure, match=f"a checkpoint would not have it(?s:.)*{REFUSED[what]}"):
+        ranks.run(2, kept_by, what, stage)
+    if what not in ("a state of no parameter", "every third step"):
+        ranks.run(2, partial(kept_by, unsaved=("steps", "table", "total")), what, stage)
+
+
+@pytest.mark.row(66)
+def test_a_state_that_cannot_be_cut_is_refused_of_an_elementwise_optimizer(stage):
+    what = "a state that is no element's"
+    if stage == 0:
+        ranks.run(2, kept_by, what, stage)
+        return
+    with pytest.raises(RankFailure, match=r"cannot be cut with its parameter(?s:.)*\['two'\](?s:.)*whole = True"):
+        ranks.run(2, kept_by, what, stage)
+
+
+NOT_BY_ELEMENT = {
+    "a norm": lambda param: param.grad / (param.grad.norm() + 1),
+    "a mean": lambda param: param.grad - param.grad.mean(),
+    "rows": lambda param: param.grad / (1 + param.grad.abs().amax(-1, keepdim=True)),
+    "dimensions": lambda param: param.grad * param.dim(),
+    "a product": lambda param: param.grad @ param.grad.T @ param.grad if param.dim() == 2 else param.grad,
+}
+
+
+def updated_by(what, stage, says):
+    def keep(self, group, param):
+        param.sub_(NOT_BY_ELEMENT[what](param))
+
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = type("Keeping", (Keeping,), {"keep": keep, "elementwise": False, says: True})(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    models.loss("mlp", model, models.batch("mlp", 0, zero.rank)).backward()
+    optimizer.step()
+
+
+@pytest.mark.row(66)
+@pytest.mark.parametrize("what", NOT_BY_ELEMENT)
+def test_a_class_that_is_not_elementwise_as_it_says_is_refused(stage, what):
+    """By trying it on a tensor and on half of it. Where nothing is cut, and as an optimizer of whole tensors, it runs."""
+    ranks.run(2, updated_by, what, stage, "whole")
+    if stage == 0:
+        ranks.run(2, updated_by, what, stage, "elementwise")
+        return
+    with pytest.raises(RankFailure, match=r"says that it is elementwise, and (updates|its step)(?s:.)*whole = True"):
+        ranks.run(2, updated_by, what, stage, "elementwise")
+
+
+@pytest.mark.row(66)
+@pytest.mark.parametrize("what", ["nothing", "an option of a group", "a state of each element"])
+def test_what_a_checkpoint_has_is_not_refused(stage, what):
+    ranks.run(2, kept_by, what, stage)

@@ -23,6 +23,7 @@ from .buffer import Buffer
 from .fragment import check_cut
 from .optim import Binding
 from .unit import Managed, named_tensors
+from .unsaved import check_kept
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
@@ -254,6 +255,9 @@ def check_optimizers(
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
         check_optimizer(optimizer, partition, undeclared, replicated=replicated)
         check_options(optimizer, number)
+        if sends(optimizer):  # a class that is not known
+            alone = replicated or not may_cut
+            check_kept(optimizer, number, alone=alone, by_element=not alone and block_of(optimizer) == 1)
         for param in () if replicated else (each for each in updated(optimizer) if names.get(id(each)) in held):
             for key, value in optimizer.state.get(param, {}).items():
                 check_cut(optimizer, names[id(param)], tuple(param.shape), key, value)

@@ -239,6 +239,28 @@ def test_a_vote_gets_through_in_any_order(seed, where):
         assert differs == "" and len(told) == 3, (rank, differs, told)
 
 
+def one_is_late_to_the_vote(stage: int):
+    """Ranks 0 and 1 fail in the loss; rank 1 comes to the vote when rank 2 has left on account of rank 0."""
+
+    def votes(worked):
+        if not worked and rank_processes.rank() == 1 and not came:
+            came.append(late())
+        return agreed(worked)
+
+    came: list = []
+    want, _ = trained(stage, "loss", {}, {})
+    got, told = trained(stage, "loss", {1: [[0, 1]]}, {}, votes)
+    return reference.first_difference(got, want), [each.partition(":")[0] for each in told]
+
+
+@pytest.mark.row(3)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_rank_of_which_nobody_knew_that_it_had_left(ranks, stage):
+    """It hears so at its next call, behind the vote, when the others have begun to recover: they leave that, and vote."""
+    for differs, told in ranks.run(3, one_is_late_to_the_vote, stage, **LIMITS):
+        assert differs == "" and 1 <= len(told) <= 3 and {*told} <= {"Failed", "PeerError"}, (differs, told)
+
+
 # --- races: the failing rank comes by itself just then -------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from .agreement import Progress, refuse_forked
 from .calls import Call
 from .ending import BY_ITSELF, Ending
 from .groups import Groups
-from .left import next_looked_at
+from .left import LOOKS, next_looked_at
 from .shared_memory import SharedStream, join_launched
 from .streams import Launch, Stream, prune
 from .watch import ENDED, GONE, PATIENCE
@@ -210,6 +210,12 @@ class Link:
             self._leave(left)
         return True
 
+    def _look_at_absent(self, absent: list[int]) -> None:
+        """Leave a levelling to this rank's next verb if a rank that has not come to it waits for this one elsewhere."""
+        told = self.groups.watch.look(absent[:LOOKS], self.groups.ranks[self.rank])
+        if left := {rank: each.stands_in for rank, each in told.items() if each.stands_in}:
+            self._leave(left)
+
     def _leave(self, left: dict[int, str]) -> NoReturn:
         """Leave what this rank is at, because others have left it. This rank's next verb levels it.
 
@@ -306,7 +312,10 @@ class Link:
         through."""
         ranks, passed = dist.get_world_size(self.groups.parent), THROUGH if what == THROUGH else ""
         try:
-            return self.groups.watch.all_posted(number, what, ranks, self.groups.limit, passed)
+            limit, wanting = self.groups.limit, self._look_at_absent
+            return self.groups.watch.all_posted(number, what, ranks, limit, passed, wanting)
+        except PeerError:  # of a look at them
+            raise
         except RuntimeError as error:
             raise self._loss(error) from error
 

@@ -131,13 +131,22 @@ class Watch:
         """Call ranks to a levelling, and return their answers, with what each has posted about `what`."""
         return _ask({rank: self.peers[rank] for rank in ranks}, {"level": number, "what": what})
 
-    def all_posted(self, number: int, what: str, ranks: int, limit: float, passed: str = "") -> list[str]:
+    def all_posted(
+        self,
+        number: int,
+        what: str,
+        ranks: int,
+        limit: float,
+        passed: str = "",
+        wanting: Callable[[list[int]], object] = lambda absent: None,
+    ) -> list[str]:
         """Return what every rank has posted for a levelling, once all have.
 
         passed: counts as the posting of a rank that is gone by then; without it that raises `RuntimeError`, as does a
-        rank that has not posted within `limit` seconds.
+        rank that has not posted within `limit` seconds. wanting: called now and then with the ranks that have not.
         """
         heard, deadline = {self.rank: self.posted[number, what]}, time.monotonic() + limit
+        asks = time.monotonic() + ANSWERS
         while absent := [rank for rank in range(ranks) if rank not in heard]:
             answers = self.call(number, what, absent)
             heard |= {rank: answer.posted for rank, answer in answers.items() if answer.posted}
@@ -148,6 +157,9 @@ class Watch:
                 raise RuntimeError(f"ranks {absent} did not come to levelling {number}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"ranks {absent} did not come to levelling {number}")
+            if len(heard) < ranks and time.monotonic() > asks:
+                wanting([rank for rank in absent if rank not in heard])
+                asks = time.monotonic() + ANSWERS
             time.sleep(0.01 * (len(heard) < ranks))
         return [heard[rank] for rank in range(ranks)]
 

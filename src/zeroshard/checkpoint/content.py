@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..device import random_state, random_states_kept, set_random_state
 from ..digests import raw
-from ..engine.accepted import block_of
+from ..engine.accepted import block_of, check_named
 from ..engine.buffer import Buffer
 from ..engine.flat import Flat
 from ..engine.fragment import Fragment, fixed_shapes, is_like, per_element
@@ -189,6 +189,7 @@ def told_kinds(running: ModelState) -> list[Any]:
     parameters, the block sizes that fit, and the groups that hold parts."""
     found = []
     for binding in running.bindings:
+        check_named(binding.optimizer)
         parts: dict[str, list[dict[str, Any]]] = {}
         for fragment in running.fragments(binding):
             if 0 < fragment.param.numel() < math.prod(fragment.buffer.among(fragment.slot).shape):

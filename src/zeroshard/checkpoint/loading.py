@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.buffer import Buffer
-from ..engine.fragment import Fragment, fresh_states, made_of, planes, rests_away
+from ..engine.fragment import Fragment, by_parameter, fresh_states, made_of, planes, rests_away
 from ..engine.optim import Binding
 from ..errors import CheckpointError, PeerError
 from ..fields import check_flag
@@ -219,7 +219,7 @@ def _group_differences(running: ModelState, saved: Saved) -> list[str]:
             if match.saved is None:
                 found.append(f"{where}: no saved group holds just what it does, {match.names[:3]}")
                 continue
-            if other := sorted(match.mine.keys() ^ match.saved.keys()):
+            if other := sorted((match.mine.keys() ^ match.saved.keys()) - _later(binding, match)):
                 found.append(f"{where}: options {other} are only on one side")
             for key in match.mine.keys() & match.saved.keys():
                 mine, theirs = match.mine[key], match.saved[key]
@@ -258,6 +258,13 @@ def alike(mine: Any, theirs: Any) -> bool:
         return False
     kinds = {float if type(each) is int else type(each) for each in (mine, theirs)}
     return len(kinds) == 1 or kinds in ({bool, type(None)}, {str, type(None)})
+
+
+def _later(binding: Binding, match: Match) -> set[str]:
+    """Return the saved options that an optimizer's class makes in its first step, which this one has still to do, or
+    that a scheduler adds."""
+    stepped = any(state for _, state in by_parameter(binding.optimizer))
+    return set() if stepped else (match.saved or {}).keys() - match.mine.keys() - {"params", "param_names"}
 
 
 def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved: Saved) -> list[str]:
@@ -306,7 +313,9 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
     for binding, told in zip(running.bindings, manifest["optimizers"] if paired else [], strict=False):
         for match in _matches(running, binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
             theirs = (match.saved or {}).items()
-            fit = {key: value for key, value in theirs if key in match.mine and alike(match.mine[key], value)}
+            later = _later(binding, match)
+            fit = {key: value for key, value in theirs if key in later or key in match.mine}
+            fit = {key: value for key, value in fit.items() if key in later or alike(match.mine[key], value)}
             staged.groups.append((match.group, fit))
             for fragment in match.fragments:
                 name = fragment.slot.name

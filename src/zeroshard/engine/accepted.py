@@ -20,7 +20,7 @@ from ..matrices import stacked
 from ..stage import Degree
 from ..tiers.offload import Offload
 from .buffer import Buffer
-from .fragment import check_cut
+from .fragment import check_cut, is_state
 from .optim import Binding
 from .unit import Managed, named_tensors
 from .unsaved import check_kept
@@ -67,9 +67,24 @@ def block_of(optimizer: Any) -> int | None:
     return block if isinstance(block, int) else known
 
 
+_HOOKS = [f"_optimizer_{at}_hooks" for at in ("step_pre", "step_post", "state_dict_pre", "load_state_dict_pre")]
+
+
+def check_named(optimizer: Any) -> None:
+    """Refuse states under names, beside those of parameters: nobody could tell which rank's count."""
+    for key, state in optimizer.state.items():
+        if not is_state(key, state):
+            raise UserError(
+                "an optimizer keeps a state that is no parameter's, which no checkpoint has a place for",
+                where=f"{type(optimizer).__name__}.state[{key!r:.60}]",
+                got=f"{type(state).__name__} {state!r:.60}",
+                instead="group[name] in its class, an option of its groups: these are saved and loaded",
+            )
+
+
 def _check_made(optimizer: Any) -> None:
     """Refuse an optimizer that has no hooks of steps, since its class never called that of torch."""
-    if "_optimizer_step_pre_hooks" not in vars(optimizer):
+    if any(name not in vars(optimizer) for name in _HOOKS):
         raise UserError(
             "an optimizer's class does not call torch.optim.Optimizer.__init__, so its steps have no hooks",
             where=type(optimizer).__name__,
@@ -115,6 +130,7 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.Optimizer):
             _check_made(optimizer)
+            check_named(optimizer)
             _check_inside(optimizer)
         _check_overrides(optimizer)
         _check_matrices(optimizer, [records[id(p)].name for p in updated(optimizer) if id(p) in records], stacks)

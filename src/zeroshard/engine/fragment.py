@@ -195,7 +195,7 @@ class States:
         now: dict[tuple[str, str], int] = {}
         held = [each for fragments in self._fragments.values() for each in fragments]
         tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in held}
-        for param, state in self.optimizer.state.items():
+        for param, state in by_parameter(self.optimizer):
             tier = HOST if tiers.get(id(param)) == NVME else tiers.get(id(param), DEVICE)
             for key, value in planes(state).items():
                 if isinstance(value, Tensor) and not value.is_meta:
@@ -296,6 +296,15 @@ def made_of(value: Any) -> list[str]:
     """Return the names of a tensor subclass' inner tensors; none for a plain tensor."""
     own = isinstance(value, Tensor) and not simulated(value) and hasattr(value, "__tensor_flatten__")
     return list(value.__tensor_flatten__()[0]) if own else []
+
+
+def by_parameter(optimizer: Any) -> list[tuple[Tensor, Any]]:
+    """Return (parameter, its state) of an optimizer's state, without what some classes keep there under names."""
+    return [(param, state) for param, state in optimizer.state.items() if is_state(param, state)]
+
+
+def is_state(param: Any, state: Any) -> bool:
+    return isinstance(param, Tensor) and isinstance(state, Mapping)
 
 
 def fresh_states(optimizer: Any, group: dict[str, Any], param: nn.Parameter, kind: Any = None) -> dict[str, Any]:

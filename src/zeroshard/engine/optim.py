@@ -27,7 +27,7 @@ from .alone import Alone
 from .averages import Averages
 from .backward import in_backward
 from .buffer import Buffer, Place
-from .fragment import Fragment, Member, Shapes, States, fixed_shapes
+from .fragment import Fragment, Member, Shapes, States, by_parameter, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
 from .modes import unseen
@@ -314,7 +314,7 @@ class Binding(Transaction):
     def _versions(self) -> int:
         """Count the writes so far to all that a step updates: fragments and states."""
         held = [fragment.param for fragment in self.fragments]
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        states = [value for _, state in by_parameter(self.optimizer) for value in state.values()]
         return len(states) + sum(each._version for each in (*held, *states) if isinstance(each, Tensor))
 
     def _nested(self) -> bool:

@@ -1,0 +1,140 @@
+"""What an optimizer of other packages keeps, wherever: in options that its first step makes, under names among its states,
+in another optimizer inside. It is saved and loaded, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import ranks as rank_processes
+import reference
+import zeroshard
+from zeroshard.errors import CheckpointError, UserError
+
+
+class Counting(torch.optim.Optimizer):
+    """It makes options in its first step, as most of pytorch_optimizer's do."""
+
+    elementwise = True
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            group.setdefault("last", [0.0, 1.0])[0] = group["lr"] / group["step"]
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+                    p.sub_(self.state[p]["mean"], alpha=group["last"][0])
+
+
+class Named(Counting):
+    """It keeps a state that is no parameter's, as MADGRAD does: from its first step on, or before."""
+
+    def __init__(self, params, early):
+        super().__init__(params)
+        if early:
+            self.state["k"] = 0
+
+    def step(self, closure=None):
+        super().step()
+        self.state["k"] = torch.ones(1)
+
+
+class Half(torch.optim.Optimizer):
+    """It sets some of the fields that torch's class has, and calls none of its methods, as pytorch_optimizer's Magma."""
+
+    elementwise = True
+
+    def __init__(self, inner):
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+
+def build(kind=Counting, *args):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 5))
+    return model, kind(model.parameters(), *args)
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        model(torch.ones(2, 9) * (step + 1)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def saves(path, stage, steps):
+    model, optimizer = build()
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    train(model, optimizer, range(steps))
+    zero.save(path)
+
+
+def goes_on(path, stage):
+    model, optimizer = build()
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    assert zero.load(path).skipped == []
+    made = optimizer.param_groups[0]["step"], len(optimizer.param_groups[0]["last"])
+    train(model, optimizer, range(2, 4))
+    with zero.gathered():
+        return made, reference.weights(model)
+
+
+@pytest.mark.row(37)
+@pytest.mark.parametrize("world", [1, 3])
+def test_options_that_a_first_step_makes_are_loaded(tmp_path, stage, world):
+    """As by torch's own load_state_dict, into an optimizer that has still to make them: the run goes on bit for bit."""
+    model, optimizer = build()
+    train(model, optimizer, range(4))
+    rank_processes.run(2, saves, tmp_path / "a", 3, 2)
+    found = rank_processes.run(world, goes_on, tmp_path / "a", stage) if world > 1 else [goes_on(tmp_path / "a", stage)]
+    for made, weights in found:
+        assert made == (2, 2)
+        reference.assert_same(weights, reference.weights(model))
+
+
+def stepped_already(path):
+    model, optimizer = build()
+    zero = zeroshard.shard(model, optimizer, stage=2)
+    train(model, optimizer, range(1))
+    del optimizer.param_groups[0]["last"]
+    with pytest.raises(CheckpointError, match=r"options \['last'\] are only on one side"):
+        zero.load(path)
+
+
+@pytest.mark.row(37)
+def test_an_optimizer_that_has_stepped_refuses_options_that_it_lacks(ranks, tmp_path):
+    ranks.run(2, saves, tmp_path / "a", 3, 2)
+    ranks.run(2, stepped_already, tmp_path / "a")
+
+
+def keeps_under_names(path, stage):
+    model, optimizer = build(Named, True)
+    with pytest.raises(UserError, match=r"(?s)Named\.state\['k'\].*an option of its groups"):
+        zeroshard.shard(model, optimizer, stage=stage)
+    model, optimizer = build(Named, False)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    train(model, optimizer, range(2))
+    with pytest.raises(CheckpointError, match=r"(?s)Named\.state\['k'\].*an option of its groups"):
+        zero.save(path)
+    with zero.gathered():
+        return reference.weights(model)
+
+
+def test_a_state_under_a_name_is_refused_by_name(ranks, tmp_path, stage):
+    """At `shard` where it is there, else by a save; training has the plain process's bits."""
+    model, optimizer = build()
+    train(model, optimizer, range(2))
+    for weights in ranks.run(2, keeps_under_names, tmp_path / "a", stage):
+        reference.assert_same(weights, reference.weights(model))
+
+
+def test_a_class_that_sets_some_of_torchs_fields_is_refused_by_name(stage):
+    model, optimizer = build()
+    with pytest.raises(UserError, match=r"(?s)Half.*super\(\)\.__init__"):
+        zeroshard.shard(model, Half(optimizer), stage=stage)

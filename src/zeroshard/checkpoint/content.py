@@ -378,7 +378,8 @@ def options(running: ModelState, binding: Binding) -> dict[str, Any]:
                 told[key] = _option(value)
         names = members.get(id(group), [])
         names += [running.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in running.alone]
-        groups.append({"parameters": names, "options": told})
+        made = {k: [list(v.shape), DTYPES[v.dtype]] for k, v in group.items() if isinstance(v, Tensor)}
+        groups.append({"parameters": names, "options": told} | ({"tensors": made} if made else {}))
     return {"class": type(binding.optimizer).__name__, "groups": groups}
 
 

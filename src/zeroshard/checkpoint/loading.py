@@ -26,6 +26,7 @@ from ..ranks.together import Together, problem_of
 from ..strips import ONE_STRIP, Strips
 from ..tiers.tier import Part, present
 from .content import ModelState, Rng, options, parsed_rng, persistent, restore_rng
+from .dtypes import TORCH_DTYPES
 from .files import absolute, canonical
 from .manifest import AVERAGE, VALUE, Saved, Stored, numel, own_name, siblings, unplain
 
@@ -238,14 +239,16 @@ class Match(NamedTuple):
     mine: Mapping[str, Any]
     saved: Mapping[str, Any] | None
     fragments: list[Fragment]
+    tensors: Mapping[str, Any] = {}  # of the saved options those that were tensors: their shapes and dtypes
 
 
 def _matches(running: ModelState, binding: Binding, told: Mapping[str, Any]) -> Iterator[Match]:
-    by_names = {tuple(sorted(each["parameters"])): each["options"] for each in reversed(told["groups"])}
+    by_names = {tuple(sorted(each["parameters"])): each for each in reversed(told["groups"])}
     held = {id(each.param): each for each in running.fragments(binding)}
     for group, mine in zip(binding.optimizer.param_groups, options(running, binding)["groups"], strict=True):
         names, here = mine["parameters"], [held[id(p)] for p in group["params"] if id(p) in held]
-        yield Match(group, names, mine["options"], by_names.get(tuple(sorted(names))), here)
+        saved = by_names.get(tuple(sorted(names)), {})
+        yield Match(group, names, mine["options"], saved.get("options"), here, saved.get("tensors", {}))
 
 
 def alike(mine: Any, theirs: Any) -> bool:
@@ -316,6 +319,10 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
             later = _later(binding, match)
             fit = {key: value for key, value in theirs if key in later or key in match.mine}
             fit = {key: value for key, value in fit.items() if key in later or alike(match.mine[key], value)}
+            for key in later & match.tensors.keys():
+                shape, dtype = match.tensors[key]
+                device = match.group["params"][0].device
+                fit[key] = torch.full(shape, fit[key], dtype=TORCH_DTYPES[dtype], device=device)
             staged.groups.append((match.group, fit))
             for fragment in match.fragments:
                 name = fragment.slot.name
@@ -379,13 +386,17 @@ def _states(staged: Staged, saved: Saved, binding: Binding, fragment: Fragment, 
 
 
 def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment: Fragment, match: Match) -> Any:
-    key, state, like, group = (fragment.slot.name, stored), own_name(stored), fragment.param, match.group
+    name, state, like, group = fragment.slot.name, own_name(stored), fragment.param, match.group
+    key = name, stored
     if key in saved.values:
         return saved.values[key]
     if key in saved.cut:
         dtype, grain = saved.dtypes[key], saved.grains.get(key, 1)
-        dtype = like.dtype if dtype.is_floating_point and grain == 1 else dtype
         place = binding.optimizer.state.get(like, {}).get(state)
+        if dtype.is_floating_point and grain == 1 and dtype == saved.dtypes[name, VALUE]:
+            dtype = like.dtype  # else its class chose another one than the parameter's
+        if dtype.is_floating_point and isinstance(place, Tensor) and grain == 1:
+            dtype = place.dtype
         buffer, slot, part = fragment.buffer, fragment.slot, fragment.elements
         if rests_away(buffer) and grain == 1:
             blank = torch.empty(like.shape, dtype=dtype, device="meta")

@@ -356,6 +356,9 @@ class Saved:
                 for name in self._list(group["parameters"]):
                     self._text(name)
                 group["options"].keys()
+                for key, (shape, dtype) in group.get("tensors", {}).items():
+                    if numel(self._shape(shape)) != 1 or TORCH_DTYPES[dtype] is None or key not in group["options"]:
+                        raise self.damage("an option that is a tensor of one number", key)
 
     def _count(self, value: Any, limit: int = 1 << 48) -> int:
         if type(value) is not int or not 0 <= value < limit:

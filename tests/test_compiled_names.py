@@ -78,7 +78,7 @@ def saved(tmp_path_factory):
 HOW = ["plain", "whole", "inside"]
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 def test_checkpoints_exports_and_units_have_the_same_names(saved):
     from safetensors.torch import load_file
 
@@ -97,7 +97,7 @@ def test_checkpoints_exports_and_units_have_the_same_names(saved):
         reference.assert_same(found[how][0], found["plain"][0])
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("by", HOW)
 def test_each_loads_what_the_others_saved(saved, how, by):
@@ -112,7 +112,7 @@ def prefixed(value):
     return f"_orig_mod.{value}"
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 @pytest.mark.parametrize("inline", [64, 0], ids=["one manifest", "in parts"])
 def test_a_checkpoint_with_compiled_names_still_loads(tmp_path, inline):
     """As all of a compiled model were until names were told apart."""

@@ -88,7 +88,7 @@ def goes_on(path, stage):
         return made, reference.weights(model)
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 @pytest.mark.parametrize("world", [1, 4])  # powers of two: each rank has the same batch, whose average is exact
 def test_options_that_a_first_step_makes_are_loaded(tmp_path, stage, world):
     """As by torch's own load_state_dict, into an optimizer that has still to make them, tensors as tensors; and states in
@@ -111,7 +111,7 @@ def stepped_already(path):
         zero.load(path)
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 def test_an_optimizer_that_has_stepped_refuses_options_that_it_lacks(ranks, tmp_path):
     ranks.run(2, saves, tmp_path / "a", 3, 2)
     ranks.run(2, stepped_already, tmp_path / "a")

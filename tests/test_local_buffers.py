@@ -108,13 +108,13 @@ def saved_and_loaded(folder, stage, asynchronous):
     return model.own() == before and torch.equal(model.table, torch.arange(300.0))
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 def test_each_rank_gets_its_own_from_a_checkpoint(ranks, tmp_path, stage, asynchronous):
     assert ranks.run(3, saved_and_loaded, tmp_path / "a", stage, asynchronous) == [True] * 3
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 def test_what_is_equal_is_stored_once(ranks, tmp_path):
     """In rank 0's file, and listed as in every checkpoint; without any that differ, it is of the version that it was
     before."""
@@ -156,7 +156,7 @@ def other_ranks_load(folder, inline=64):
 EACH = {"odd": [None, [1.0], None], "seen": [7, 107, 207]}
 
 
-@pytest.mark.row(37)
+@pytest.mark.row(45)
 @pytest.mark.parametrize("inline", [64, 0], ids=["one manifest", "in parts"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_other_ranks_are_told_and_given_all_of_them(tmp_path, world, inline):
@@ -214,7 +214,7 @@ def saved_with(folder, more):
     zero.save(folder)
 
 
-@pytest.mark.row(45)
+@pytest.mark.row(52)
 def test_forged_lists_of_them_are_refused(ranks, tmp_path):
     ranks.run(3, saved_and_loaded, tmp_path / "a", 3, False)
     good = manifest_of(tmp_path / "a")

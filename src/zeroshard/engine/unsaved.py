@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..device import ask
 from ..digests import fingerprint
 from ..errors import UserError
-from ..numerics import simulated
+from ..numerics import same_bits, simulated
 from ..ranks.own_collectives import OwnCollectives
 
 _NOTES = {"bitsandbytes": ("initialized", "_cpu_paged_warned")}  # of these packages, which a resumed run makes anew
@@ -126,7 +127,7 @@ def _differ(whole: Any, other: Any) -> bool:
     """Tell if parameters, as far as `other` has them, or states of one number have other bits."""
     mine, its = ([p for group in each.param_groups for p in group["params"]] for each in (whole, other))
     for a, b in zip(mine, its, strict=True):
-        if not torch.equal(a.detach().reshape(-1)[: b.numel()], b.detach().reshape(-1)):
+        if not same_bits(a.detach().reshape(-1)[: b.numel()], b.detach().reshape(-1)):
             return True
         for key, value in whole.state.get(a, {}).items():
             one = not isinstance(value, Tensor) or value.numel() == 1 < a.numel()
@@ -189,7 +190,11 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return "tensor", tuple(value.shape), fingerprint(value.detach()) if value.numel() > 1 else value.tolist()
+        return (
+            "tensor",
+            tuple(value.shape),
+            fingerprint(value.detach()) if value.numel() > 1 else ask(value.detach()).tolist(),
+        )
     if isinstance(value, Mapping):
         return {key: _comparable(each) for key, each in value.items() if isinstance(key, (str, int))}
     if isinstance(value, (list, tuple)):

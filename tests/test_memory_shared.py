@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 
 import pytest
@@ -259,6 +260,53 @@ def test_it_stays_in_every_format_and_tier_too(ranks, stage, other):
     """The same, where parameters rest elsewhere or in another format: the program asserts what it has kept."""
     for seed in range(2):
         ranks.run(2, swapped, stage, seed, "tensor", **OTHERS[other])
+
+
+def kept_beside(stage):
+    """Of two parameters in one bucket of over 1 MiB one is replaced; an array of the other, and what is held then."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(units=()))
+    pool = zero._engine.tier._pool
+    used, arrays = [], []
+    for _ in range(3):
+        with zero.gathered(), torch.no_grad():
+            arrays.append((model[0].weight.detach().numpy(), model[0].weight.detach().clone()))
+            backup = model[1].weight.data
+            model[1].weight.data = torch.zeros(600, 600)
+        del backup
+        gc.collect()
+        zero.ledger()
+        used.append(len(pool._used))
+    assert all((torch.from_numpy(array) == values).all() for array, values in arrays)
+    arrays.clear()
+    return used
+
+
+@pytest.mark.row(67)
+def test_a_bucket_that_moved_leaves_nothing_behind(stage):
+    """No block of the pool is kept for a bucket that has left it; an array of a neighbour goes on reading its values."""
+    used = rank_processes.run(2, kept_beside, stage)
+    assert all(each == [each[0]] * 3 for each in used), used
+
+
+def frozen():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=1)
+    gc.freeze()
+    try:
+        with pytest.raises(UserError, match=r"gc.freeze(?s:.)*'1.weight'(?s:.)*clone"), zero.gathered():
+            backup = model[1].weight.data
+            model[1].weight.data = torch.zeros(8, 8)
+        del backup
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.row(67)
+def test_views_that_the_collector_does_not_show_are_not_passed_over():
+    rank_processes.run(1, frozen)
 
 
 def swapped_in_shared_memory():

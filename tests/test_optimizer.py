@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import importlib
 import math
+import random
 import warnings
 from functools import partial
 from typing import Any
@@ -1721,6 +1723,91 @@ def test_a_class_that_is_not_elementwise_as_it_says_is_refused(stage, what):
         return
     with pytest.raises(RankFailure, match=r"says that it is elementwise, and (updates|its step)(?s:.)*whole = True"):
         ranks.run(2, updated_by, what, stage, "elementwise")
+
+
+def norm_of_all(optimizer, param):
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return param.grad / (1 + torch.stack([grad.norm() for grad in grads]).norm())
+
+
+TOGETHER = {
+    "a norm of all": norm_of_all,
+    "its place": lambda optimizer, param: (
+        param.grad / (1 + next(at for at, p in enumerate(optimizer.param_groups[0]["params"]) if p is param))
+    ),
+}
+
+
+def updated_together(what, stage, says, layout):
+    def keep(self, group, param):
+        param.sub_(TOGETHER[what](self, param))
+
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = type("Keeping", (Keeping,), {"keep": keep, "elementwise": False, says: True})(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout)
+    models.loss("mlp", model, models.batch("mlp", 0, zero.rank)).backward()
+    optimizer.step()
+
+
+@pytest.mark.row(66)
+@pytest.mark.parametrize("what", TOGETHER)
+@pytest.mark.parametrize("says", ["elementwise", "whole"])
+def test_an_update_that_mixes_tensors_is_refused_where_ranks_hold_different_ones(stage, says, what):
+    """As detectron2's AdamW, which clips inside its step: a rank's groups hold some of the tensors."""
+    if stage == 0:
+        ranks.run(2, updated_together, what, stage, says, None)
+        return
+    with pytest.raises(RankFailure, match="otherwise beside others than alone(?s:.)*stage=0"):
+        ranks.run(2, updated_together, what, stage, says, None)
+
+
+class Noisy(Keeping):
+    """Langevin's: elementwise, and draws its own numbers."""
+
+    def keep(self, group, param):
+        param.add_(torch.randn_like(param), alpha=0.01)
+
+
+class Holding(Keeping):
+    """Reaches the run by an attribute: `held` is set by a test."""
+
+    def keep(self, group, param):
+        if callable(getattr(self, "held", None)):
+            self.held()
+
+
+def tried(how):
+    torch.manual_seed(3)
+    random.seed(3)
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = (Noisy if how == "noise" else Holding)(model.parameters())
+    if how == "a method":
+        optimizer.held = optimizer.shrink = lambda: [p.mul_(0.5) for g in optimizer.param_groups for p in g["params"]]
+    elif how == "a model":
+        optimizer.held = model
+    elif how == "a bound method":
+        optimizer.held = functools.partial(optimizer.zero_grad)
+    counted = []
+    handle = register_optimizer_step_post_hook(lambda *_: counted.append(1))
+    before, drawn = reference.weights(model), (torch.get_rng_state(), random.getstate())
+    try:
+        zero = zeroshard.shard(model, optimizer, stage=1)
+    finally:
+        handle.remove()
+    assert counted == []
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+    with zero.gathered():
+        reference.assert_same(reference.weights(model), before)
+
+
+@pytest.mark.row(66)
+@pytest.mark.parametrize("how", ["noise", "a method", "a model", "a bound method"])
+def test_the_trial_of_an_optimizer_leaves_the_run_as_it_is(how):
+    """Weights, random numbers and hooks of all optimizers; an update that draws numbers is not refused for them."""
+    ranks.run(1, tried, how)
+    if how == "noise":
+        ranks.run(2, tried, how)
 
 
 @pytest.mark.row(66)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -31,6 +32,39 @@ class Failed(Exception):
 
 def late():
     link.time.sleep(LATE)
+
+
+class Slow:
+    """Takes long to be read by one rank, inside a collective that the other is through."""
+
+    def __reduce__(self):
+        return slow, ()
+
+
+def slow():
+    if dist.get_rank() == 1:
+        time.sleep(2.0)
+    return 0
+
+
+def through_late(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage, comm=Comm(timeout=60))
+    for _ in range(2):
+        dist.all_gather_object([None, None], Slow())
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.processes
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_is_slow_in_a_collective_of_all_is_waited_for(stage):
+    """It stands in a collective that the waiting rank is through, so it waits for nobody: no rank leaves."""
+    rank_processes.run(2, through_late, stage)
 
 
 def agreed(worked: bool) -> bool:

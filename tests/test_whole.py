@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import nn
 
 import models
@@ -410,6 +411,7 @@ SENDS = {
     "all_reduce": lambda param: dist.all_reduce(param),
     "broadcast": lambda param: dist.broadcast(param, 0),
     "all_gather_into_tensor": lambda param: dist.all_gather_into_tensor(torch.cat([param, param]), param),
+    "functional": lambda param: functional.wait_tensor(functional.all_gather_tensor(param, 0, dist.group.WORLD)),
     "send": lambda param: dist.send(param, 1) if dist.get_rank() == 0 else dist.recv(param, 0),
 }
 

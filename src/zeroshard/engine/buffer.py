@@ -389,14 +389,16 @@ class Buffer:
         elif self.resident:
             self._move_resident(replaced)
         else:
-            old, name = self.full, self.gathered.counted
+            name = self.gathered.counted
+            full = self.tier.reserve(name, self.bucket.numel, self.dtype, zeroed=False)
             self._saved.forget(self)
-            self.gathered.move(self.tier.reserve(name, self.bucket.numel, self.dtype, zeroed=False), replaced)
+            self.tier.leave(name, self.full)
+            follow = self.gathered.move(full, replaced)
             self._saved.watch(self)
-            self.tier.leave(name, old)
+            follow()
 
     def _move_resident(self, replaced: Sequence[int]) -> None:
-        old, tier = self.full, self.tiers["parameters"]
+        tier = self.tiers["parameters"]
         if tier is not self.tier:
             raise UserError(
                 "a parameter's data was replaced, and the program keeps the memory that it had, which ranks share",
@@ -404,10 +406,11 @@ class Buffer:
                 instead="keep param.data.clone() before param.data = ...",
             )
         rest = tier.rest("parameters", self.bucket.index, self.bucket.numel, self.dtype)
-        self.gathered.move(rest.tensor, replaced)
+        self.tier.leave("parameters", self.full)
+        follow = self.gathered.move(rest.tensor, replaced)
         self.parameters.rest = rest
-        self.tier.leave("parameters", old)
         self.reader.moved(self)
+        follow()
 
     # --- new weights ------------------------------------------------------------------------------------------------
 

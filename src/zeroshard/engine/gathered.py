@@ -31,7 +31,7 @@ import functools
 import gc
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,6 +141,7 @@ class Gathered:
 
     def place(self, full: Tensor) -> None:
         """Put the parameters into `full`, at construction."""
+        self._frozen = gc.get_freeze_count()  # objects that the collector does not show, and that refer to nothing here
         self._placeholder = home(full, full.device)
         absent = self._placeholder.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in self.bucket.slots]
@@ -307,12 +308,20 @@ class Gathered:
                 view.copy_(param.data)
                 param.data = view
 
-    def move(self, full: Tensor, replaced: Sequence[int]) -> None:
+    def move(self, full: Tensor, replaced: Sequence[int]) -> Callable[[], None]:
         """Have the bucket lie in `full` from now on, 1-D, with the same weights; `replaced` as in `rebind`.
 
-        What the program keeps of the old memory stays what it is, but for views of parameters that it has not
-        replaced: those are views of them still. Note *the program keeps what it has replaced*.
+        What the program keeps of the old memory stays what it is: note *the program keeps what it has replaced*.
+        Returns what to call once nothing of the engine's lies in the old memory: it has views of parameters that were
+        not replaced, which the program may keep too, be views of these again.
         """
+        left = {index for index, slot in enumerate(self.bucket.slots) if slot.numel and index not in replaced}
+        if left and gc.get_freeze_count() > self._frozen:
+            raise UserError(
+                "a parameter's data was replaced, and gc.freeze() hides what the program keeps of its neighbours",
+                where=f"parameter {self.bucket.slots[replaced[0]].name!r}",
+                instead="keep param.data.clone() before param.data = ..., or replace .data before gc.freeze()",
+            )
         full.copy_(self.full)
         old = self.full.untyped_storage()
         self.full, self.views = full, self._views_of(full)
@@ -321,18 +330,29 @@ class Gathered:
                 if index not in replaced:
                     param.data = self.views[index]
         self.rebind(replaced)
-        for tensor in _tensors_in(old):
-            self._follow(tensor, replaced)
 
-    def _follow(self, tensor: Tensor, replaced: Sequence[int]) -> None:
-        """Have a tensor in the old memory lie in the new one, if it is of a parameter that was not replaced."""
+        def follow() -> None:
+            for tensor in _tensors_in(old) if left else ():
+                self._follow(tensor, left)
+
+        return follow
+
+    def _follow(self, tensor: Any, left: Container[int]) -> None:
+        """Have a tensor in the old memory lie in the new one, if it is of a parameter that was `left` in place.
+
+        An array of NumPy's that refers to the tensor goes on reading the old memory, which therefore stays with it.
+        """
         index = slot_at([slot.start for slot in self.bucket.slots], int(tensor.storage_offset()))
-        if index not in replaced and tensor.dtype == self.dtype and tensor.grad_fn is None:
+        if index in left and tensor.dtype == self.dtype and tensor.grad_fn is None:
+            old: Any = tensor.detach()
+            old._zeroshard_before = getattr(tensor, "_zeroshard_before", None)  # of an earlier move
             tensor.data = self.full.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            tensor._zeroshard_before = old
 
 
 def _tensors_in(storage: torch.UntypedStorage) -> Iterator[Any]:
-    """Return the tensors of Python that lie in this storage. Looks at every object of the process."""
+    """Return the tensors of Python that lie in this storage. Looks at every object of the process that the garbage
+    collector knows."""
     with torch._C.DisableTorchFunctionSubclass():
         for each in gc.get_objects():
             if issubclass(type(each), Tensor) and each.layout is torch.strided and each.device == storage.device:

@@ -66,8 +66,10 @@ def untransformed() -> Iterator[None]:
 def unseen() -> Iterator[None]:
     """Hide the block's operations from the program's modes."""
     before = _hidden.dispatch, _hidden.function
-    _hidden.dispatch, _hidden.function = (*before[0], *_taken(_DISPATCH)), (*before[1], *_taken(_FUNCTION))
-    try:
+    try:  # around all of it: an interrupt may come at any moment
+        _hidden.dispatch, _hidden.function = (*before[0], *_own(_DISPATCH)), (*before[1], *_own(_FUNCTION))
+        _take(_DISPATCH)
+        _take(_FUNCTION)
         yield
     finally:
         now = _hidden.dispatch, _hidden.function
@@ -83,13 +85,15 @@ def seen() -> Iterator[None]:
     The modes that are there when the block ends, which the program may have changed, are hidden after it.
     """
     shown = _hidden.dispatch, _hidden.function
-    _hidden.dispatch = _hidden.function = ()
-    _put_back(_DISPATCH, shown[0])
-    _put_back(_FUNCTION, shown[1])
     try:
+        _put_back(_DISPATCH, shown[0])
+        _put_back(_FUNCTION, shown[1])
+        _hidden.dispatch = _hidden.function = ()
         yield
     finally:
-        _hidden.dispatch, _hidden.function = _taken(_DISPATCH), _taken(_FUNCTION)
+        _hidden.dispatch, _hidden.function = _own(_DISPATCH), _own(_FUNCTION)
+        _take(_DISPATCH)
+        _take(_FUNCTION)
 
 
 # How many modes there are, the mode at a place, taking the topmost off, and putting one on top: of dispatch, and of
@@ -109,8 +113,13 @@ _FUNCTION: _Stack = (
 )
 
 
-def _taken(stack: _Stack) -> tuple[Any, ...]:
-    """Take the program's modes off a stack; return them, the outermost first."""
+def _own(stack: _Stack) -> tuple[Any, ...]:
+    """Return the program's modes that are on a stack, the outermost first."""
+    return tuple(each for each in (stack[1](index) for index in range(stack[0]())) if not _stays(each))
+
+
+def _take(stack: _Stack) -> None:
+    """Take the program's modes off a stack."""
     number, at, pop, push = stack
     modes = [at(index) for index in range(number())]
     lowest = next((index for index, each in enumerate(modes) if not _stays(each)), len(modes))
@@ -119,12 +128,14 @@ def _taken(stack: _Stack) -> tuple[Any, ...]:
     for each in modes[lowest:]:
         if _stays(each):
             push(each)
-    return tuple(each for each in modes[lowest:] if not _stays(each))
 
 
 def _put_back(stack: _Stack, modes: Iterable[Any]) -> None:
+    """Put modes on a stack, but for those that an interrupt has left there."""
+    there = {id(stack[1](index)) for index in range(stack[0]())}
     for each in modes:
-        stack[3](each)
+        if id(each) not in there:
+            stack[3](each)
 
 
 def _stays(mode: Any) -> bool:

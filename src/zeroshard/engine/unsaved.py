@@ -12,21 +12,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
+import logging
+import random
 import sys
-from collections.abc import Mapping
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..device import ask
+from ..device import ask, random_states_kept
 from ..digests import fingerprint
 from ..errors import UserError
 from ..numerics import same_bits, simulated
-from ..ranks.own_collectives import OwnCollectives
+from ..ranks.own_collectives import OwnCollectives, refused
+
+log = logging.getLogger("zeroshard")
 
 _NOTES = {"bitsandbytes": ("initialized", "_cpu_paged_warned")}  # of these packages, which a resumed run makes anew
 STEPS = 3  # some count to two before they act
+LARGEST = 4096  # elements of an attribute's tensor, or members of its list, that a twin gets a copy of
 SMALL = 8  # elements of a stand-in along each of its first two dimensions
 
 
@@ -44,13 +52,18 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
     before = _attributes(twin)
     watch = OwnCollectives(where, lambda: True)
     try:
-        with contextlib.nullcontext() if alone else watch.refused():
+        with (
+            contextlib.nullcontext() if alone else watch.refused(),
+            contextlib.nullcontext() if alone else _Sends(where),
+        ):
             _step(twin)
     except UserError:
         raise
     except Exception:  # of a step that needs more than small parameters with gradients: nothing is known
         return
     _check_states(twin, where)
+    if not alone:
+        _check_tensors(optimizer, twin, where)
     if by_element:
         _check_elements(twin, where)
         _check_halves(optimizer, twin, where)
@@ -98,12 +111,50 @@ def _check_elements(twin: Any, where: str) -> None:
                 )
 
 
+class _Sends(TorchDispatchMode):
+    """Refuses collectives that are operations, as `torch.distributed._functional_collectives` calls them."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.where = where
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace:
+            raise refused(self.where, function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def _check_tensors(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> None:
+    """Refuse an update that is another one where the last tensor is updated without the others: each rank has others.
+
+    twin: after its steps.
+    """
+    again, alone = _twin(optimizer), _twin(optimizer, last=True)
+    assert again is not None and alone is not None
+    _step(again, seed=1)
+    if _differ(twin, again):  # it draws random numbers
+        return
+    try:
+        _step(alone)
+    except Exception:  # of a step that needs several tensors: nothing is known
+        return
+    (mine, *_), (*_, its) = ([p for group in each.param_groups for p in group["params"]] for each in (alone, twin))
+    if not same_bits(mine.detach(), its.detach()):
+        raise UserError(
+            "an optimizer updates a tensor otherwise beside others than alone, and each rank holds other tensors",
+            where=where,
+            expected="each tensor updated by its own value, gradient and states, whatever else is in the groups",
+            instead="shard(..., stage=0); a norm of all gradients by torch.nn.utils.clip_grad_norm_("
+            "model.parameters(), ...) before step()",
+        )
+
+
 def _check_halves(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> None:
     """Refuse an update that is another one where half of a tensor is updated by itself. twin: after its steps."""
     again, halves = _twin(optimizer), _twin(optimizer, halves=True)
     assert again is not None and halves is not None
-    _step(again)
-    if _differ(twin, again):  # it draws random numbers: nothing can be compared
+    _step(again, seed=1)
+    if _differ(twin, again):  # it draws random numbers, other ones from another seed: nothing can be compared
         return
     try:
         _step(halves)
@@ -136,26 +187,44 @@ def _differ(whole: Any, other: Any) -> bool:
     return False
 
 
-def _twin(optimizer: torch.optim.Optimizer, *, halves: bool = False) -> Any:
+def _twin(optimizer: torch.optim.Optimizer, *, halves: bool = False, last: bool = False) -> Any:
     """Return a copy of an optimizer that holds small parameters with gradients; None if it cannot be copied.
 
-    halves: the first half of each, in one dimension.
+    halves: the first half of each, in one dimension. last: the last parameter alone.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if not params or any(simulated(param) or param.is_meta for param in params):
         return None
     small = {id(param): _small(param, halves=halves) for param in params}
-    own = {key: value for key, value in vars(optimizer).items() if key not in _TORCHS and not callable(value)}
-    try:
-        kept, groups = copy.deepcopy((own, optimizer.param_groups), {**small})
-    except Exception:
+    own = {key: value for key, value in vars(optimizer).items() if key not in _torchs()}
+    if not all(_simple(value, small) for value in own.values()):
+        log.debug("%s holds more than numbers and small tensors: it was not tried", type(optimizer).__name__)
         return None
+    kept, groups = copy.deepcopy((own, optimizer.param_groups), {**small})
     twin = object.__new__(type(optimizer))
     twin.__dict__.update({**vars(optimizer), **kept})
+    if last:
+        groups = [{**groups[-1], "params": groups[-1]["params"][-1:]}]
     twin.state, twin.param_groups = collections.defaultdict(dict), groups
     twin._optimizer_step_pre_hooks = collections.OrderedDict()
     twin._optimizer_step_post_hooks = collections.OrderedDict()
     return twin
+
+
+def _simple(value: Any, small: Mapping[int, Any]) -> bool:
+    """Tell if a copy of an attribute shares nothing with the program: numbers, text, small tensors, functions of a
+    module, and lists and dicts of these. By a model, an inner optimizer or a method the twin would step the run."""
+    if id(value) in small or isinstance(value, (int, float, complex, str, bytes, type(None))):
+        return True
+    if isinstance(value, (torch.dtype, torch.device)):
+        return True
+    if isinstance(value, Tensor):
+        return value.numel() <= LARGEST and value.grad_fn is None and not hasattr(value, "_zeroshard")
+    if isinstance(value, Mapping):
+        return len(value) <= LARGEST and all(_simple(each, small) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple, set)):
+        return len(value) <= LARGEST and all(_simple(each, small) for each in value)
+    return isinstance(value, types.FunctionType) and value.__closure__ is None
 
 
 def _small(param: Tensor, *, halves: bool) -> nn.Parameter:
@@ -171,30 +240,49 @@ def _small(param: Tensor, *, halves: bool) -> nn.Parameter:
     return made
 
 
-def _step(twin: Any) -> None:
+def _step(twin: Any, seed: int = 0) -> None:
+    step: Any = type(twin).step
+    if getattr(step, "hooked", False):  # by torch: hooks of all optimizers count the run's steps
+        step = step.__wrapped__
     compiles = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext(), torch.random.fork_rng([]):
+    device = next(param.device for group in twin.param_groups for param in group["params"])
+    with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext(), _seeded(seed, device):
         for _ in range(STEPS):
-            type(twin).step(twin)
+            step(twin)
             with torch.no_grad():  # another gradient, since some keep what changes between two of them
                 for param in (each for group in twin.param_groups for each in group["params"]):
                     if param.grad is not None:
                         param.grad.mul_(-0.5).add_(param.to(param.grad.dtype), alpha=0.25)
 
 
+@contextlib.contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed all random numbers for the block, and give the program its own back."""
+    before, numpy = random.getstate(), sys.modules.get("numpy.random")
+    drawn = numpy.get_state() if numpy else None
+    try:
+        with random_states_kept(device):
+            random.seed(seed)
+            torch.manual_seed(seed)
+            if numpy:
+                numpy.seed(seed)
+            yield
+    finally:
+        random.setstate(before)
+        if numpy:
+            numpy.set_state(drawn)
+
+
 def _attributes(optimizer: Any) -> dict[str, Any]:
     """Return an optimizer's own attributes, as values that can be compared."""
-    own = {key: value for key, value in vars(optimizer).items() if key not in _TORCHS and not callable(value)}
+    own = {key: value for key, value in vars(optimizer).items() if key not in _torchs() and not callable(value)}
     return {key: _comparable(value) for key, value in own.items()}
 
 
 def _comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return (
-            "tensor",
-            tuple(value.shape),
-            fingerprint(value.detach()) if value.numel() > 1 else ask(value.detach()).tolist(),
-        )
+        held = value.detach()
+        return "tensor", tuple(held.shape), fingerprint(held) if held.numel() > 1 else ask(held).tolist()
     if isinstance(value, Mapping):
         return {key: _comparable(each) for key, each in value.items() if isinstance(key, (str, int))}
     if isinstance(value, (list, tuple)):
@@ -202,5 +290,8 @@ def _comparable(value: Any) -> Any:
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
 
 
-# What torch itself and its schedulers keep.
-_TORCHS = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))])), "_opt_called", "_step_count"}
+@functools.cache
+def _torchs() -> set[str]:
+    """Return the names of what torch itself and its schedulers keep in an optimizer."""
+    plain = torch.optim.SGD([nn.Parameter(torch.zeros(1, device="cpu"))])
+    return {*vars(plain), "_opt_called", "_step_count"}

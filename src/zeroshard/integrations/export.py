@@ -342,7 +342,6 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
         with together:
             if group.rank == 0:
                 folder.publish()
-                _warn_of_local([name for name in local if not adapted or name in chosen])
     except BaseException as error:  # Ctrl-C too
         if group.rank == 0:
             folder.drop()
@@ -352,6 +351,8 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
     finally:
         if weights is not None:
             weights.close()
+    if group.rank == 0:
+        _warn_of_local([name for name in local if not adapted or name in chosen])
 
 
 def held_whole(running: ModelState) -> dict[str, Tensor]:

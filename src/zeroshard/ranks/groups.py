@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -159,7 +159,7 @@ def _ignore(number: int) -> None:
     pass
 
 
-def _left_nothing(rank: int) -> Left:
+def _left_nothing(rank: int, launched: Mapping[str, int]) -> Left:
     return Left()
 
 
@@ -168,17 +168,31 @@ def members_of(group: Any) -> list[int]:
     return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
 
-def stands_in(thread: int, rank: int) -> str:
+def launches() -> dict[str, int]:
+    """Return how many collectives this rank has launched in each of the program's groups, by the group's name."""
+    told: dict[str, int] = {}
+    group: Any
+    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+        with contextlib.suppress(RuntimeError):  # of a backend that does not count
+            told[group.group_name] = group._get_sequence_number_for_group()
+    return told
+
+
+def stands_in(thread: int, rank: int, launched: Mapping[str, int]) -> str:
     """Return the collective in which a thread's program waits for a rank, in words; "" if in none.
 
-    rank: its number in the program. A device's collective is not waited for inside the call, and not seen.
+    rank: its number in the program. launched: `launches()` of that rank: it is not waited for in what it has launched.
+    A device's collective is not waited for inside the call, and not seen.
     """
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
         if code.co_filename == _TORCHS and code.co_name.startswith(_OF_ALL) and "group" in code.co_varnames:
+            group: Any = frame.f_locals.get("group")
             try:
-                found = rank in members_of(frame.f_locals.get("group"))
+                # A call that has not come to its collective, or is through it, may not have looked its group up.
+                found = group is not None and rank in members_of(group)
+                found = found and launched.get(group.group_name, 0) < group._get_sequence_number_for_group()
             except (KeyError, ValueError, RuntimeError):  # the group is being made, or is gone
                 found = False
             return f"its program waits for all ranks in torch.distributed.{code.co_name}" if found else ""
@@ -442,7 +456,7 @@ class Groups:
         left = weakref.WeakMethod(self._left)
         self.watch.alarmed = lambda: (abort() or _nothing)()
         self.watch.summoned = lambda number: (summon() or _ignore)(number)
-        self.watch.looked_at = lambda rank: (left() or _left_nothing)(rank)
+        self.watch.looked_at = lambda rank, launched: (left() or _left_nothing)(rank, launched)
 
     def _use(self, made: Sequence[Any]) -> None:
         places = itertools.count()
@@ -545,13 +559,16 @@ class Groups:
         speaker = None if self.speaker is None else self.speaker()
         return _nothing() if speaker is None else speaker.about()
 
-    def _left(self, rank: int) -> Left:
-        """Return what this rank has left, as a rank of the program asks. Called on the watch's thread."""
+    def _left(self, rank: int, launched: Mapping[str, int]) -> Left:
+        """Return what this rank has left, as a rank of the program asks that has `launched` so many collectives in each
+        group. Called on the watch's thread."""
         models = [each for each in (reference() for reference in self.engines.valuerefs()) if each is not None]
         found = next((words for words in (each.left_open() for each in models) if words), "")
         forward = next((each.progress.left for each in models if each.progress.left), "")
         # Counts last: what is left at first, and not levelled, has not launched anything since.
-        return Left(found, stands_in(self._thread, rank), forward, [stream.count for stream in self.levelling])
+        return Left(
+            found, stands_in(self._thread, rank, launched), forward, [stream.count for stream in self.levelling]
+        )
 
     @property
     def parent(self) -> Any:

@@ -30,7 +30,7 @@ from ..events import Ledger
 from .agreement import Progress, refuse_forked
 from .calls import Call
 from .ending import BY_ITSELF, Ending
-from .groups import Groups
+from .groups import Groups, launches
 from .left import LOOKS, next_looked_at
 from .shared_memory import SharedStream, join_launched
 from .streams import Launch, Stream, prune
@@ -203,7 +203,7 @@ class Link:
         place, number, members = found
         verb = self.progress.awaited[0] if self.progress.awaited else ""
         backward = verb.startswith("backward") and not self.progress.left
-        told = groups.watch.look(next_looked_at(members, self.rank, turn), groups.ranks[self.rank])
+        told = groups.watch.look(next_looked_at(members, self.rank, turn), groups.ranks[self.rank], launches())
         left = {rank: each.keeps(place, number, backward=backward) for rank, each in told.items()}
         if left := {rank: why for rank, why in left.items() if why}:
             groups.watch.say_left(groups.levellings + 1, left)
@@ -212,7 +212,7 @@ class Link:
 
     def _look_at_absent(self, absent: list[int]) -> None:
         """Leave a levelling to this rank's next verb if a rank that has not come to it waits for this one elsewhere."""
-        told = self.groups.watch.look(absent[:LOOKS], self.groups.ranks[self.rank])
+        told = self.groups.watch.look(absent[:LOOKS], self.groups.ranks[self.rank], launches())
         if left := {rank: each.stands_in for rank, each in told.items() if each.stands_in}:
             self._leave(left)
 
@@ -229,7 +229,7 @@ class Link:
             "another rank has left what this rank is at, which all ranks do together",
             where=where,
             got="; ".join(f"rank {rank}: {why}" for rank, why in sorted(left.items())),
-            instead="catch this and that rank's own error, agree on what to do by a collective of your own if need be, "
+            instead="catch this error here and the other rank's error there, vote if you like, "
             "and try again on every rank, from zero_grad() or the call that was left; or end the program",
         )
 

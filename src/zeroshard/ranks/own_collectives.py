@@ -40,6 +40,7 @@ class OwnCollectives:
         """where: the optimizer's class and number, and the rank. running: does a step of it run on this thread?"""
         self.where = where
         self.running = running
+        self._inside = False  # is it known that the update runs, whatever `running` says?
         self._thread: int | None = None
 
     def begin(self) -> None:
@@ -60,14 +61,20 @@ class OwnCollectives:
                 if not _watching:
                     _remove()
 
+    def updates(self) -> bool:
+        """Tell if the update runs: in a block of `refused`, or in a step that no exception has left."""
+        return self._inside or self.running()
+
     @contextlib.contextmanager
     def refused(self) -> Iterator[None]:
         """Refuse collectives inside the block."""
+        self._inside = True
         self.begin()
         try:
             yield
         finally:
             self.end()
+            self._inside = False
 
 
 def _install() -> None:
@@ -91,15 +98,20 @@ def _refusing(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         watch = _watching.get(threading.get_ident())
-        if watch is not None and watch.running():
-            raise UserError(
-                "an optimizer calls a collective inside step(), and each rank holds other parts of the parameters",
-                where=watch.where,
-                expected="an update of the parameters that its groups hold, without messages",
-                got=name.strip("_"),
-                instead="step every parameter in the groups and send nothing: zeroshard deals whole matrices to ranks "
-                "and sends what they update. Or torch.optim.Muon, or shard(..., stage=0)",
-            )
+        if watch is not None and watch.updates():
+            raise refused(watch.where, name.strip("_"))
         return original(*args, **kwargs)
 
     return call
+
+
+def refused(where: str, name: str) -> UserError:
+    """Return the error for a collective of an optimizer's own."""
+    return UserError(
+        "an optimizer calls a collective inside step(), and each rank holds other parts of the parameters",
+        where=where,
+        expected="an update of the parameters that its groups hold, without messages",
+        got=name,
+        instead="step every parameter in the groups and send nothing: zeroshard deals whole matrices to ranks and "
+        "sends what they update. Or torch.optim.Muon, or shard(..., stage=0)",
+    )

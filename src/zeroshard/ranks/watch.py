@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
@@ -80,7 +80,8 @@ class Watch:
         self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too
         # By levelling, the ranks on account of which others have left what they waited for, and why: all come to it.
         self.left: dict[int, dict[int, str]] = {}
-        self.looked_at: Callable[[int], Left] = lambda rank: Left()  # this rank, by one of the program; there too
+        # This rank, by one of the program that has launched so many collectives in each group; there too.
+        self.looked_at: Callable[[int, Mapping[str, int]], Left] = lambda rank, launched: Left()
         self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
@@ -101,9 +102,13 @@ class Watch:
         """Say to every peer which ranks will not come any more, and why."""
         self._send({"alarm": culprits})
 
-    def look(self, ranks: Iterable[int], own: int) -> dict[int, Left]:
-        """Return what ranks have left, of those that answer. own: this rank's number in the program."""
-        answers = _ask({rank: self.peers[rank] for rank in ranks}, {"looks": own})
+    def look(self, ranks: Iterable[int], own: int, launched: Mapping[str, int]) -> dict[int, Left]:
+        """Return what ranks have left, of those that answer.
+
+        own: this rank's number in the program. launched: its collectives so far, by the program's groups.
+        """
+        message = {"looks": own, "launched": {**launched}}
+        answers = _ask({rank: self.peers[rank] for rank in ranks}, message)
         return {rank: answer.left for rank, answer in answers.items() if answer.left is not None}
 
     def say_left(self, number: int, left: dict[int, str]) -> None:
@@ -189,7 +194,10 @@ class Watch:
             self.called = max(self.called, number)
             self.summoned(number)
         told = self._about() | {"posted": self.posted.get((number, str(message.get("what", ""))), "")}
-        return told | ({"left": self.looked_at(int(message["looks"]))} if "looks" in message else {})
+        if "looks" in message:
+            launched = {str(name): int(number) for name, number in message.get("launched", {}).items()}
+            told |= {"left": self.looked_at(int(message["looks"]), launched)}
+        return told
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -36,7 +35,7 @@ class Group(dist.ProcessGroup):
         made, key = world.ranks[members[own]].groups, (name, *members)
         made[key] = made.get(key, 0) + 1
         self._key = (*key, made[key])
-        self._launched = itertools.count(1)
+        self._launched = 0
         self._sent: dict[tuple[int, ...], int] = {}
         self.options = types.SimpleNamespace(_timeout=timedelta(seconds=limit))
         self._everyone = range(len(members))
@@ -55,6 +54,9 @@ class Group(dist.ProcessGroup):
 
     def rank(self) -> int:
         return self._own
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._launched
 
     def _get_backend(self, device: Any) -> Any:
         return self
@@ -77,7 +79,8 @@ class Group(dist.ProcessGroup):
         message: tuple[int, ...] = (),
     ) -> Work:
         """message: from whom to whom, with which tag, and which of those it is; where two ranks take part."""
-        key = (*self._key, message or next(self._launched))
+        self._launched += not message
+        key = (*self._key, message or self._launched)
         flights = self.world.flights
         flight = flights.setdefault(key, Flight(2 if message else len(self.members)))
         work = Work(self, f"{what} {key[-1]} of group {self._name}", flight, needs, gives, takes, write).launched()

@@ -58,8 +58,12 @@ def test_why_18_bytes_and_not_16(name):
         zeroshard.plan(params=1000, ranks=1, stage=0, preset=each).stages[0].total for each in ("zeroshard", "paper")
     )
     assert (ours, paper) == (18_000, 16_000)
-    sentence = next(each for each in re.split(r"(?<=[.:])\s", " ".join(page(name).split())) if "take 2 bytes" in each)
-    assert re.search(r"\b16\b", sentence) and re.search(r"\b18\b", sentence), sentence
+    # Only where it differs from the paper, in the words in which it is said.
+    said = {
+        "README.md": "18 bytes here and 16 there: the paper's gradients, and those of the page's walkthroughs, take 2 bytes",
+        "docs/choose-a-stage.md": "count 16 bytes at stage 0: their gradients take 2 bytes",
+    }
+    assert said[name] in " ".join(page(name).split())
 
 
 def test_how_much_longer_a_step_in_host_memory_takes():

@@ -254,6 +254,7 @@ class Binding(Transaction):
             )
         if self._nested():
             return None
+        self._watch(False)  # of a step that an exception left
         self.call, self._bound_now = Call(_STEP), False
         self.group.ledger.end("step")  # of a step that an exception left
         self.group.ledger.begin("step")

@@ -20,7 +20,7 @@ from ..matrices import stacked
 from ..stage import Degree
 from ..tiers.offload import Offload
 from .buffer import Buffer
-from .fragment import check_cut, is_state
+from .fragment import check_cut, is_state, updated
 from .optim import Binding
 from .unit import Managed, named_tensors
 from .unsaved import check_kept
@@ -160,12 +160,6 @@ def _check_matrices(optimizer: Any, names: list[str], stacks: Container[str]) ->
             where=f"{type(optimizer).__name__}, parameter {found[0]!r}",
             instead="a pattern in Layout.matrices that leaves it out, or an optimizer of whole tensors or elements",
         )
-
-
-def updated(optimizer: Any) -> list[Any]:
-    """Return the parameters in an optimizer's groups; none for what is no optimizer of torch's."""
-    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    return [param for group in groups for param in group["params"]]
 
 
 def by_bucket(optimizer: Any) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -14,6 +14,7 @@ from .accumulator import Accumulator
 from .averages import Averages
 from .buffer import Buffer
 from .fragment import Fragment, States
+from .hooks import own_step
 from .modes import seen
 
 
@@ -57,11 +58,9 @@ class Alone:
                 buffer.changed()
             accumulator.spread_average(kept=not accumulator.sum.on_demand).wait()
             self._averages.give(fragments, given)
-            step: Any = type(self._optimizer).step
-            step = step.__wrapped__ if getattr(step, "hooked", False) else step
             watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
             with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched, seen():
-                step(self._optimizer)
+                own_step(type(self._optimizer))(self._optimizer)
             self._states.replaced(fragments, inside=True)
             for fragment in fragments:
                 fragment.param.grad = None

@@ -14,7 +14,8 @@ import torch
 from ..errors import UserError
 from ..features import Feature
 from ..layout import Layout
-from .accepted import in_blocks, updated
+from .accepted import in_blocks
+from .fragment import updated
 from .unit import Managed, matching
 
 

@@ -314,16 +314,32 @@ def fresh_states(optimizer: Any, group: dict[str, Any], param: nn.Parameter, kin
     """
     param.grad = torch.zeros_like(param) if param.grad is None else param.grad
     kind = type(optimizer) if kind is None else kind
-    twin = object.__new__(kind)
-    twin.__dict__.update(optimizer.__dict__)
-    twin.state, twin.param_groups = collections.defaultdict(dict), [{**group, "params": [param]}]
-    twin._optimizer_step_pre_hooks = collections.OrderedDict()
-    twin._optimizer_step_post_hooks = collections.OrderedDict()
-    # Compiling its step takes a minute, and to ask whether to compile takes a second.
-    compiles = "torch._dynamo" in sys.modules
-    with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
+    twin = twin_of(optimizer, [{**group, "params": [param]}], kind)
+    with uncompiled():
         kind.step(twin)  # not twin.step: a scheduler has bound that of the optimizer itself
     return dict(twin.state[param])
+
+
+def twin_of(optimizer: Any, groups: list[dict[str, Any]], kind: Any) -> Any:
+    """Return an optimizer of this kind with another one's attributes, but its own groups, no states and no hooks."""
+    twin = object.__new__(kind)
+    twin.__dict__.update(optimizer.__dict__)
+    twin.state, twin.param_groups = collections.defaultdict(dict), groups
+    twin._optimizer_step_pre_hooks = collections.OrderedDict()
+    twin._optimizer_step_post_hooks = collections.OrderedDict()
+    return twin
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Compile nothing in the block: to compile a twin's step takes a minute, and to ask whether to takes a second."""
+    compiles = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext()
+
+
+def updated(optimizer: Any) -> list[Any]:
+    """Return the parameters in an optimizer's groups; none for what is no optimizer of torch's."""
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    return [param for group in groups for param in group["params"]]
 
 
 def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value: Any) -> None:

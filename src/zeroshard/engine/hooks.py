@@ -32,6 +32,12 @@ def hook_steps(kind: Any) -> None:
             each.step.hooked = True
 
 
+def own_step(kind: Any) -> Any:
+    """Return the `step` of an optimizer's class without the hooks that torch wraps around it."""
+    step = kind.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
 def closure_at(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
     """Return where in a step's arguments its closure is: the one of that name, else the first that can be called.
 

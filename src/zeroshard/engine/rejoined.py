@@ -19,9 +19,9 @@ from ..errors import UserError
 from ..events import Ledger
 from ..features import Feature
 from ..layout import WHOLE
-from .accepted import block_of, by_bucket, updated
+from .accepted import block_of, by_bucket
 from .buffer import Buffer
-from .fragment import Fragment, fresh_states
+from .fragment import Fragment, fresh_states, updated
 from .optim import Binding
 from .refused import rejoined_in_backward
 from .tensor_parallel import TensorParallel

@@ -9,7 +9,6 @@ of each, in one dimension, as a rank has it.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import functools
@@ -29,6 +28,8 @@ from ..digests import fingerprint
 from ..errors import UserError
 from ..numerics import same_bits, simulated
 from ..ranks.own_collectives import OwnCollectives, refused
+from .fragment import twin_of, uncompiled, updated
+from .hooks import own_step
 
 log = logging.getLogger("zeroshard")
 
@@ -62,10 +63,12 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
     except Exception:  # of a step that needs more than small parameters with gradients: nothing is known
         return
     _check_states(twin, where)
-    if not alone:
+    draws = not alone and _draws(optimizer, twin)  # then two trials cannot be compared
+    if not (alone or draws):
         _check_tensors(optimizer, twin, where)
     if by_element:
         _check_elements(twin, where)
+    if by_element and not draws:
         _check_halves(optimizer, twin, where)
     after = _attributes(twin)
     package = type(optimizer).__module__.partition(".")[0]
@@ -83,7 +86,7 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
 
 
 def _check_states(optimizer: Any, where: str) -> None:
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    held = set(map(id, updated(optimizer)))
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor) or (value and id(key) not in held) or not isinstance(value, Mapping):
             raise UserError(
@@ -124,22 +127,26 @@ class _Sends(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def _draws(optimizer: torch.optim.Optimizer, twin: Any) -> bool:
+    """Tell if an update draws random numbers: another seed gives other bits. twin: after its steps."""
+    again = _twin(optimizer)
+    assert again is not None
+    _step(again, seed=1)
+    return _differ(twin, again)
+
+
 def _check_tensors(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> None:
     """Refuse an update that is another one where the last tensor is updated without the others: each rank has others.
 
     twin: after its steps.
     """
-    again, alone = _twin(optimizer), _twin(optimizer, last=True)
-    assert again is not None and alone is not None
-    _step(again, seed=1)
-    if _differ(twin, again):  # it draws random numbers
-        return
+    alone = _twin(optimizer, last=True)
+    assert alone is not None
     try:
         _step(alone)
     except Exception:  # of a step that needs several tensors: nothing is known
         return
-    (mine, *_), (*_, its) = ([p for group in each.param_groups for p in group["params"]] for each in (alone, twin))
-    if not same_bits(mine.detach(), its.detach()):
+    if not same_bits(updated(alone)[0].detach(), updated(twin)[-1].detach()):
         raise UserError(
             "an optimizer updates a tensor otherwise beside others than alone, and each rank holds other tensors",
             where=where,
@@ -151,11 +158,8 @@ def _check_tensors(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> N
 
 def _check_halves(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> None:
     """Refuse an update that is another one where half of a tensor is updated by itself. twin: after its steps."""
-    again, halves = _twin(optimizer), _twin(optimizer, halves=True)
-    assert again is not None and halves is not None
-    _step(again, seed=1)
-    if _differ(twin, again):  # it draws random numbers, other ones from another seed: nothing can be compared
-        return
+    halves = _twin(optimizer, halves=True)
+    assert halves is not None
     try:
         _step(halves)
     except Exception as error:
@@ -176,8 +180,7 @@ def _check_halves(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> No
 
 def _differ(whole: Any, other: Any) -> bool:
     """Tell if parameters, as far as `other` has them, or states of one number have other bits."""
-    mine, its = ([p for group in each.param_groups for p in group["params"]] for each in (whole, other))
-    for a, b in zip(mine, its, strict=True):
+    for a, b in zip(updated(whole), updated(other), strict=True):
         if not same_bits(a.detach().reshape(-1)[: b.numel()], b.detach().reshape(-1)):
             return True
         for key, value in whole.state.get(a, {}).items():
@@ -192,7 +195,7 @@ def _twin(optimizer: torch.optim.Optimizer, *, halves: bool = False, last: bool 
 
     halves: the first half of each, in one dimension. last: the last parameter alone.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = updated(optimizer)
     if not params or any(simulated(param) or param.is_meta for param in params):
         return None
     small = {id(param): _small(param, halves=halves) for param in params}
@@ -201,13 +204,10 @@ def _twin(optimizer: torch.optim.Optimizer, *, halves: bool = False, last: bool 
         log.debug("%s holds more than numbers and small tensors: it was not tried", type(optimizer).__name__)
         return None
     kept, groups = copy.deepcopy((own, optimizer.param_groups), {**small})
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update({**vars(optimizer), **kept})
     if last:
         groups = [{**groups[-1], "params": groups[-1]["params"][-1:]}]
-    twin.state, twin.param_groups = collections.defaultdict(dict), groups
-    twin._optimizer_step_pre_hooks = collections.OrderedDict()
-    twin._optimizer_step_post_hooks = collections.OrderedDict()
+    twin = twin_of(optimizer, groups, type(optimizer))
+    twin.__dict__.update(kept)
     return twin
 
 
@@ -241,16 +241,12 @@ def _small(param: Tensor, *, halves: bool) -> nn.Parameter:
 
 
 def _step(twin: Any, seed: int = 0) -> None:
-    step: Any = type(twin).step
-    if getattr(step, "hooked", False):  # by torch: hooks of all optimizers count the run's steps
-        step = step.__wrapped__
-    compiles = "torch._dynamo" in sys.modules
-    device = next(param.device for group in twin.param_groups for param in group["params"])
-    with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext(), _seeded(seed, device):
+    step = own_step(type(twin))  # hooks of all optimizers count the run's steps
+    with uncompiled(), _seeded(seed, updated(twin)[0].device):
         for _ in range(STEPS):
             step(twin)
             with torch.no_grad():  # another gradient, since some keep what changes between two of them
-                for param in (each for group in twin.param_groups for each in group["params"]):
+                for param in updated(twin):
                     if param.grad is not None:
                         param.grad.mul_(-0.5).add_(param.to(param.grad.dtype), alpha=0.25)
 

@@ -496,7 +496,9 @@ def test_a_replica_takes_a_sum_when_it_is_ready_for_it(queued):
     assert end.launched == ([] if queued else ["on from 0", "back"])
     arrived, sent = (
         [],
-        Sent(SimpleNamespace(state=State.SENT), SimpleNamespace(done=lambda: bool(arrived)), None, relay),
+        Sent(
+            SimpleNamespace(state=State.SENT), SimpleNamespace(done=lambda: bool(arrived)), None, relay, device.Event()
+        ),
     )
     assert not sent.here() and end.launched == ([] if queued else ["on from 0", "back"])
     arrived.append(True)

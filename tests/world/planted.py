@@ -74,8 +74,8 @@ BUGS = (
     ),
     Bug(
         "a save behind the training reads states that go on changing", "checkpoint/saving.py",
-        "snapshot = _snapshot(running, extra, copied=asynchronous)",
-        "snapshot = _snapshot(running, extra, copied=False)",
+        "snapshot = _snapshot(running, extra, differing, copied=asynchronous)",
+        "snapshot = _snapshot(running, extra, differing, copied=False)",
     ),
     Bug(
         "a checkpoint is published whose files are not on the disk", "checkpoint/files.py",

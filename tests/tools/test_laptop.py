@@ -1,5 +1,7 @@
 """Plans, pages and looks at checkpoints where torch is not installed, and off Linux; all else says what it needs."""
 
+import functools
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 import zeroshard
 from zeroshard.errors import UserError
 from zeroshard.planner import gpus
+from zeroshard.planner.machines import KNOWN_BY, MACHINES
 
 ROOT = Path(__file__).parents[2]
 NEEDS = "needs torch and numpy and safetensors: pip install 'zeroshard[torch]'"
@@ -73,8 +76,9 @@ def test_checkpoints_are_looked_at_and_checked_without_torch(tmp_path, words):
     if words == "ckpt verify":
         file = path / "rank00000.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"x")
-        line, code = said("darwin", *words.split(), path)
-        assert (code, "block 0 (bytes 0 to" in line) == (1, True)
+        there = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        unbroken = " ".join(there.stdout.split())  # where its lines break depends on the length of tmp_path
+        assert (there.returncode, "block 0 (bytes 0 to" in unbroken) == (1, True)
 
 
 def test_the_page_is_written_without_torch(tmp_path):
@@ -131,3 +135,46 @@ def test_a_gpu_by_name_is_what_tensors_can_have_of_it():
         zeroshard.plan(params=7, gpu="h201")
     with pytest.raises(UserError, match="both say how much memory"):
         zeroshard.plan(params=7, gpu="h200", gpu_mem="80GiB")
+
+
+@pytest.mark.parametrize("name", gpus.GPUS)
+def test_every_gpu_has_a_source_and_is_filled_by_one_rule(name):
+    """Its memory is less than its maker's binary GB, and the part for tensors is what the docstring says of all."""
+    gpu = gpus.GPUS[name]
+    assert gpu.source.startswith(("NVIDIA ", "AMD ")) and name == name.lower()
+    assert 0 < gpu.flops < 1e16 and 0 < gpu.bandwidth < 1e13
+    assert gpus.usable(name) == int((gpu.gib * 2**30 - 2.5 * 2**30) * 0.97) < gpu.gib * 2**30
+    assert zeroshard.plan(params=7, gpu=name).gpu_mem == gpus.usable(name)
+    assert gpus.note(name).startswith(f"{name}: {gpu.gib} GiB, of which tensors get ")
+
+
+def test_gpus_newer_than_h100_are_known():
+    """By GiB that torch's out-of-memory errors name of them: 139.80, 178.35, 191.69 and 31.34 at the least."""
+    assert {name: gpus.GPUS[name].gib for name in ("h200", "b200", "mi300x", "5090")} == {
+        "h200": 139.8, "b200": 178.3, "mi300x": 191.5, "5090": 31.3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_cluster_is_of_a_known_gpu_and_has_a_source(name):
+    """Its memory, peak and bandwidth are one row's of `GPUS`; an efficiency that no run gave is said to be assumed."""
+    machine = MACHINES[name]
+    alike = [
+        gpu
+        for gpu in gpus.GPUS.values()
+        if (int(gpu.gib * 2**30), gpu.flops, gpu.bandwidth) == (machine.memory, machine.flops, machine.memory_bandwidth)
+    ]
+    assert len(alike) == 1
+    part = f"{machine.efficiency:.0%}".replace("%", " %")
+    assert f"{part} of peak" in machine.source or "39 TFLOP/s on one GPU" in machine.source or name == "a100-ethernet"
+    assert "assumed where the source says so" in KNOWN_BY["efficiency"]
+    for command in ("plan", "simulate"):
+        assert name in help_of(command)
+
+
+@functools.cache
+def help_of(command):
+    """All of a command's help, on wide lines, as a shell would show it."""
+    shell = {**os.environ, "COLUMNS": "200"}
+    words = [sys.executable, "-m", "zeroshard", command, "--help-all"]
+    return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60, env=shell).stdout

@@ -7,21 +7,54 @@ not have all:
                0.67 GiB for each communicator (NVIDIA/nccl issue 964), of which zeroshard has two, and the program one
     ALLOCATOR  the part of the rest that torch's allocator has reserved and cannot use, in pieces too small
 
-Both are assumptions: `nvidia-smi` and `torch.cuda.memory_reserved()` say what they are on a machine.
+Both are assumptions: `nvidia-smi` and `torch.cuda.memory_reserved()` say what they are on a machine. The memory of a
+row is what torch's out-of-memory errors call the total capacity of such a GPU; its other numbers are from its source.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ..errors import UserError, nearest
 
 GIB = 1 << 30
 TAKEN = 5 * GIB // 2
 ALLOCATOR = 0.03
-# GiB of one GPU.
-GPUS = {
-    "b200": 178.3, "h200": 139.8, "h100-80": 79.1, "a100-80": 79.1, "a100-40": 39.4, "mi300x": 191.5, "a6000": 47.4,
-    "l40s": 44.4, "l4": 22.0, "a10g": 22.0, "v100-32": 31.7, "v100-16": 15.7, "t4": 14.5, "4090": 23.5, "3090": 23.6,
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One kind of GPU.
+
+    gib: GiB of its memory, as torch reports them, rounded down. flops: dense peak of products of 16 bits, added up in
+    fp32, per second. bandwidth: bytes per second of its memory. source: where flops and bandwidth are from.
+    """
+
+    gib: float
+    flops: float
+    bandwidth: float
+    source: str
+
+
+GPUS: Mapping[str, Gpu] = {
+    "b200": Gpu(178.3, 2250e12, 7700e9, "NVIDIA HGX platform page: 4.5 PFLOP/s with sparsity, 7.7 TB/s"),
+    "h200": Gpu(139.8, 989e12, 4800e9, "NVIDIA H200 data sheet, SXM"),
+    "h100-80": Gpu(79.1, 989e12, 3350e9, "NVIDIA H100 data sheet, SXM"),
+    "a100-80": Gpu(79.1, 312e12, 2039e9, "NVIDIA A100 data sheet, SXM"),
+    "a100-40": Gpu(39.4, 312e12, 1555e9, "NVIDIA A100 data sheet, SXM"),
+    "mi300x": Gpu(191.5, 1307e12, 5300e9, "AMD Instinct MI300X data sheet"),
+    "a6000": Gpu(47.4, 155e12, 768e9, "NVIDIA RTX A6000 data sheet: 310 TFLOP/s with sparsity"),
+    "l40s": Gpu(44.4, 362e12, 864e9, "NVIDIA L40S data sheet"),
+    "l4": Gpu(22.0, 121e12, 300e9, "NVIDIA L4 data sheet: 242 TFLOP/s with sparsity"),
+    "a10g": Gpu(22.0, 70e12, 600e9, "NVIDIA A10G data sheet"),
+    "v100-32": Gpu(31.7, 125e12, 900e9, "NVIDIA V100 data sheet, SXM2; fp16 only"),
+    "v100-16": Gpu(15.7, 125e12, 900e9, "NVIDIA V100 data sheet, SXM2; fp16 only"),
+    "t4": Gpu(14.5, 65e12, 300e9, "NVIDIA T4 data sheet; fp16 only"),
+    "5090": Gpu(31.3, 209e12, 1792e9, "NVIDIA RTX Blackwell architecture paper: 419 TFLOP/s with sparsity"),
+    "4090": Gpu(23.5, 165e12, 1008e9, "NVIDIA Ada architecture paper: 330 TFLOP/s with sparsity"),
+    "3090": Gpu(23.6, 71e12, 936e9, "NVIDIA Ampere GA102 architecture paper: 142 TFLOP/s with sparsity"),
+}
 
 
 def named(name: str) -> str:
@@ -38,12 +71,12 @@ def named(name: str) -> str:
 
 def usable(name: str) -> int:
     """Return the bytes of a GPU's memory for tensors."""
-    return int((GPUS[named(name)] * GIB - TAKEN) * (1 - ALLOCATOR))
+    return int((GPUS[named(name)].gib * GIB - TAKEN) * (1 - ALLOCATOR))
 
 
 def note(name: str) -> str:
     """Return in words how much of its memory is left, and why."""
-    all_of_it, left = GPUS[named(name)], usable(name) / GIB
+    all_of_it, left = GPUS[named(name)].gib, usable(name) / GIB
     return (
         f"{named(name)}: {all_of_it} GiB, of which tensors get {left:.1f}: {TAKEN / GIB:g} GiB are assumed for CUDA's "
         f"context and NCCL's buffers, and {ALLOCATOR:.0%} of the rest for what the allocator cannot use"

@@ -18,6 +18,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from ..errors import UserError, nearest
+from .gpus import GIB, GPUS
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,9 @@ class Machine:
     """One kind of cluster. Bandwidths are bytes per second, one way, per GPU; latencies seconds per hop.
 
     flops: dense 16-bit peak of one GPU. efficiency: the part of it that whole training steps reach without any
-    communication. memory: bytes of one GPU. memory_bandwidth: of that memory. gpus: in one node. link: between GPUs of
-    a node. network: between nodes. link_latency, network_latency: per hop. source: where the numbers are from.
+    communication. memory: bytes of one GPU, as torch reports them. memory_bandwidth: of that memory. gpus: in one node.
+    link: between GPUs of a node. network: between nodes. link_latency, network_latency: per hop. source: where the
+    numbers are from.
     launch: seconds of the host for one kernel. kernel: the least that one takes on the device. drain: seconds until the
     host hears that all has run, and is ahead again. meeting: one agreement of all ranks, over gloo. These four have
     defaults for any host: `KNOWN_BY` says how each number is known.
@@ -75,8 +77,8 @@ class Machine:
 
 
 KNOWN_BY: Mapping[str, str] = {
-    "flops, memory, memory_bandwidth, link, network": "quoted, from data sheets: a machine's source names them",
-    "efficiency": "quoted, from a training run that the source names",
+    "flops, memory, memory_bandwidth, link, network": "quoted, from data sheets that the source and `gpus.GPUS` name",
+    "efficiency": "quoted, from a training run that the source names, or assumed where the source says so",
     "link_latency, network_latency": "assumed, in the range of published measurements",
     "launch": "assumed: 5 us, common for eager PyTorch",
     "kernel": "assumed: 2.5 us, what an empty kernel takes where the next one is queued",
@@ -84,23 +86,48 @@ KNOWN_BY: Mapping[str, str] = {
     "meeting": "assumed: 0.3 to 0.5 ms, small TCP messages along the axes of a grid",
 }
 _GB = 10**9
+
+
+def _cluster(
+    name: str, gpu: str, efficiency: float, gpus: int, link: float, network: float, hop: float, far: float, source: str
+) -> Machine:
+    """Return a cluster of GPUs of `gpus.GPUS`. link, network: GB/s. hop, far: latencies, in microseconds."""
+    one = GPUS[gpu]
+    speeds = link * _GB, network * _GB, hop / 1e6, far / 1e6
+    return Machine(name, one.flops, efficiency, int(one.gib * GIB), one.bandwidth, gpus, *speeds, source)
+
+
 MACHINES: Mapping[str, Machine] = {
     machine.name: machine
     for machine in (
-        Machine(
-            "dgx-2", 125e12, 0.30, 32 * 2**30, 900 * _GB, 16, 150 * _GB, 6.25 * _GB, 3e-6, 8e-6,
+        _cluster(
+            "dgx-2", "v100-32", 0.30, 16, 150, 6.25, 3, 8,
             "16 V100, NVSwitch, 8 x 100 Gb/s (NVIDIA DGX-2 data sheet); 39 TFLOP/s on one GPU (Shoeybi et al. 2019)",
         ),
-        Machine(
-            "a100", 312e12, 0.57, 80 * 2**30, 2039 * _GB, 8, 300 * _GB, 25 * _GB, 2e-6, 6e-6,
+        _cluster(
+            "a100", "a100-80", 0.57, 8, 300, 25, 2, 6,
             "DGX A100: NVLink 3, 8 x 200 Gb/s (NVIDIA data sheet); 57 % of peak (Korthikanti et al. 2022, table 5)",
         ),
-        Machine(
-            "h100", 989e12, 0.42, 80 * 2**30, 3350 * _GB, 8, 450 * _GB, 50 * _GB, 2e-6, 6e-6,
+        _cluster(
+            "h100", "h100-80", 0.42, 8, 450, 50, 2, 6,
             "DGX H100: NVLink 4, 8 x 400 Gb/s (NVIDIA data sheet); 42 % of peak (MosaicML llm-foundry, bf16 table)",
         ),
-        Machine(
-            "a100-ethernet", 312e12, 0.57, 80 * 2**30, 2039 * _GB, 8, 300 * _GB, 6.25 * _GB, 2e-6, 20e-6,
+        _cluster(
+            "h200", "h200", 0.42, 8, 450, 50, 2, 6,
+            "DGX H200: NVLink 4, 8 x 400 Gb/s (NVIDIA data sheet); 42 % of peak assumed, as on the H100, the same chip",
+        ),
+        _cluster(
+            "b200", "b200", 0.35, 8, 900, 50, 2, 6,
+            "DGX B200: NVLink 5, 8 x 400 Gb/s (NVIDIA data sheet); 35 % of peak assumed in bf16, as in fp8: Llama 3 "
+            "8B, 1576 TFLOP/s (NVIDIA Megatron Bridge, performance summary, 25.11)",
+        ),
+        _cluster(
+            "mi300x", "mi300x", 0.23, 8, 448, 50, 2, 6,
+            "8 MI300X, each with 7 links of 64 GB/s (AMD data sheet), 8 x 400 Gb/s (Azure ND MI300X v5); 23 % of peak "
+            "computed: an H200 trains 8 B parameters 1.36 times as fast (alpharomercoma/MI300X-vs-H200, report)",
+        ),
+        _cluster(
+            "a100-ethernet", "a100-80", 0.57, 8, 300, 6.25, 2, 20,
             "AWS p4de.24xlarge: NVLink 3 inside, 4 x 100 Gb/s between (AWS instance page)",
         ),
     )

@@ -133,7 +133,9 @@ class Sharding:
     machine: Annotated[
         str | None,
         unset(
-            RUN, "Which replicas take least time on dgx-2, a100, a100-ethernet, h100, or on a FILE.json?", "NAME|FILE"
+            RUN,
+            "Which replicas take least time on dgx-2, a100, h100, h200, b200, mi300x, a100-ethernet, or a FILE.json?",
+            "NAME|FILE",
         ),
     ] = None
     transport: Over = "auto"
@@ -190,7 +192,8 @@ class Simulated:
     rank: Annotated[str, option(COMMON, "Which of them to simulate: 0, or 0,511,1023.", metavar="RANKS")] = "0"
     stage: Stage = 3
     machine: Annotated[
-        str, option(COMMON, "dgx-2, a100, a100-ethernet, h100, or a FILE.json.", metavar="NAME|FILE")
+        str,
+        option(COMMON, "dgx-2, a100, h100, h200, b200, mi300x, a100-ethernet, or a FILE.json.", metavar="NAME|FILE"),
     ] = "a100"
     accumulate: Annotated[int, option(RUN, "Backwards per step.")] = 1
     optimizer_in_backward: InBackward = False

@@ -1,6 +1,6 @@
 """`python -m bench.golden`: what the page's calculator is made of and tested against, written to web/fixtures.
 
-planner.json        the tables of the planner: stages, recipes, optimizers, machines, how masters rest. The page has it.
+planner.json        the planner's tables: stages, recipes, optimizers, GPUs, machines, how masters rest. For the page.
 plan-golden.json    a few hundred random questions and the planner's answers
 """
 
@@ -16,7 +16,7 @@ from zeroshard import Layout, Offload, headroom
 from zeroshard.cli.policies import NAMES, comm_of
 from zeroshard.events import DEVICE, HOST, NVME
 from zeroshard.layout import BUCKET_MIB
-from zeroshard.planner import quantities, recipes
+from zeroshard.planner import gpus, quantities, recipes
 from zeroshard.planner.machines import MACHINES
 from zeroshard.resting import masters
 from zeroshard.stage import STAGES, STATES
@@ -153,6 +153,7 @@ def tables() -> dict[str, Any]:
             "in_flight": headroom.IN_FLIGHT,
             "prefetch": headroom.PREFETCH,
         },
+        "gpus": [{"name": name, "gib": gpu.gib, "usable": gpus.usable(name)} for name, gpu in gpus.GPUS.items()],
         "machines": [
             {"name": machine.name, "memory": machine.memory, "gpus": machine.gpus, "source": machine.source}
             for machine in MACHINES.values()

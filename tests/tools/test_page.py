@@ -19,6 +19,8 @@ import torch
 
 import zeroshard
 from zeroshard.explain.document import Page, built_in, document, template
+from zeroshard.planner import gpus
+from zeroshard.planner.gpus import GPUS
 
 WEB = Path(__file__).parents[2] / "web"
 CHROMIUM = shutil.which("chromium")
@@ -806,11 +808,14 @@ def test_a_known_model_on_a_known_gpu_with_its_activations(opened):
     """The presets fill the fields; the estimate is apart from what the planner answers."""
     page = opened("bare", "#calculator?n=8&stage=3")
     page.get_by_label("A known model").select_option("Llama 3, 8.03 B")
-    page.get_by_label("A known GPU").select_option("V100")
+    page.get_by_label("A known GPU").select_option("v100-32")
     asked = [
         page.get_by_label(name).input_value() for name in ("Parameters Ψ", "Memory of one GPU, GiB", "Equal blocks")
     ]
-    assert asked == ["8,030,261,248", "32", "32"]
+    assert asked == ["8,030,261,248", "28.32", "32"]
+    names = page.get_by_label("A known GPU").locator("option").evaluate_all("all => all.map(one => one.value)")
+    assert names == ["", *GPUS]
+    assert gpus.usable("v100-32") == int(28.324 * 2**30)
     page.locator("summary", has_text="With activations").click()
     layer = 2048 * (34 * 4096 + 5 * 32 * 2048)
     assert page.locator("[data-activations]").get_attribute("data-activations") == str(32 * layer)

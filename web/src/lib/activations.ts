@@ -32,13 +32,3 @@ export const MODELS: Model[] = [
   { title: 'Llama 2, 13.0 B', parameters: 13_015_864_320, layers: 40, hidden: 5120, heads: 40 },
   { title: 'Llama 3, 70.6 B', parameters: 70_553_706_496, layers: 80, hidden: 8192, heads: 64 },
 ];
-
-/** Memory of one, in GiB as its maker's GB are counted here. */
-export const GPUS: [title: string, gib: number][] = [
-  ['RTX 4090', 24],
-  ['V100', 32],
-  ['A100 40', 40],
-  ['A100 80, H100', 80],
-  ['H200', 141],
-  ['B200, MI300X', 192],
-];

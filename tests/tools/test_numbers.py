@@ -1,16 +1,27 @@
 """Numbers in the documents that a command, or a file, has: each is read from its page and computed anew."""
 
+import importlib.util
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from bench import manifests
 
 import zeroshard
-from zeroshard import Comm
+from zeroshard import Comm, Layout, Precision
 from zeroshard.explain.document import Page, built_in, document, template
+from zeroshard.planner import texts
+from zeroshard.planner.machines import MACHINES
+from zeroshard.planner.simulate import STEPS, simulate
+from zeroshard.testing import assert_same_bits
 
 ROOT = Path(__file__).parents[2]
+SHOWN = re.compile(r"^```\w*\n\$ zeroshard (plan .*)\n((?:.*\n)*?)^```$", re.MULTILINE)
+WHOLE = ("*.attn.c_*.weight", "*.mlp.c_*.weight")
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
 def page(name):
@@ -99,3 +110,196 @@ def test_how_large_the_page_is(tmp_path):
     said = page("docs/explain.md")
     assert f"A page takes {template_kb:.0f} kB, the walkthroughs {whole_kb - template_kb:.0f} kB" in said
     assert f"`web/fixtures/run-1000.json`, {large_mb:.1f} MB with the walkthroughs" in said
+
+
+def test_between_hosts_in_words():
+    """docs/hosts.md: one copy on 8 hosts beside one replica, in bytes per parameter; the optimizer over 2 hosts in fp32."""
+    asked = {"params": 64 * 10**6, "ranks": 64, "stage": 3, "gpus_per_node": 8}
+    sent = {}
+    for backwards in (1, 4):
+        (found,) = zeroshard.plan(**asked, preset="zeroshard", comm=Comm(hosts=8), accumulate=backwards).stages
+        sent[backwards] = {name: nbytes / asked["params"] for name, nbytes in found.slow_link._asdict().items()}
+    one, four = sent[1], sent[4]
+    said = f"""a rank sends {one["sent"]:.2f} bytes per parameter between hosts in a step, not {one["with_one"]:.2f} (bf16,
+        fp32 sums, one backward; over gloo, which gathers by broadcasts, not {one["with_one_gloo"]:.2f}). With four
+        backwards it is {four["sent"]:.2f}, not {four["with_one"]:.2f}."""
+    assert " ".join(said.split()) in page("docs/hosts.md")
+    team, spread = (
+        zeroshard.plan(
+            params=10**8, ranks=4, preset="fp32", stage=3, gpus_per_node=2, comm=Comm(replicas=2, optimizer=over)
+        )
+        .stages[0]
+        .links.between
+        for over in ("team", "all")
+    )
+    assert f"in fp32 {spread / team:g} times as much on average over the ranks" in page("docs/hosts.md")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
+def test_what_a_page_shows_of_a_plan_is_printed(name, command, monkeypatch):
+    """Line after line; "..." stands for lines that are left out. Whole outputs too."""
+    monkeypatch.chdir(ROOT / "docs")
+    monkeypatch.setenv("COLUMNS", "132")
+    for words, shown in SHOWN.findall((ROOT / "docs" / name).read_text()):
+        if "--check" in words:  # test_simulate.py runs it
+            continue
+        code, told, _ = command(*shlex.split(words))
+        printed = "\n".join(line.rstrip() for line in told.strip("\n").splitlines())
+        wanted = re.escape(shown.strip("\n")).replace(re.escape("..."), "(?:.*\n)*.*")
+        assert code == 0 and re.fullmatch(wanted, printed), f"$ zeroshard {words}\n{printed}"
+
+
+def test_every_output_of_a_plan_is_found():
+    """By the pattern that the test above takes them with: the pages have no such command that it does not see."""
+    for path in (ROOT / "docs").glob("*.md"):
+        text = path.read_text()
+        assert len(SHOWN.findall(text)) == len(re.findall(r"^\$ zeroshard plan ", text, re.MULTILINE)), path.name
+
+
+@pytest.mark.parametrize("letter", "ABCD")
+def test_what_the_texts_differ_in_is_computed(letter):
+    """docs/texts.md: each number of its column "recomputed", rounded as it is there, is one that `plan --text` prints."""
+    answer = texts.text(letter).json()
+    values = [line["value"] for table in answer["tables"] for line in table["lines"]]
+    told = json.dumps([values, answer["corrections"]])
+    computed = {abs(float(each.replace(",", ""))) for each in NUMBER.findall(told)}
+    section = re.search(
+        rf"^## {letter}: .*?(?=^## |\Z)", (ROOT / "docs" / "texts.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    rows = re.findall(r"^\| [^|]* \| ([^|]*) \| [^|]* \|$", section[0], re.MULTILINE)
+    said = [each for row in rows for each in NUMBER.findall(row) if "." in each or len(each) > 2]
+    assert len(rows) > 4 and said
+    for each in said:
+        half = 0.5 * 10 ** -len(each.partition(".")[2]) + 1e-12
+        number = abs(float(each.replace(",", "")))
+        assert any(abs(number - found) <= half for found in computed), each
+
+
+def llama_7b():
+    """Shapes of Llama 2 7B."""
+    blocks = {
+        "self_attn.q_proj": [4096, 4096], "self_attn.k_proj": [4096, 4096], "self_attn.v_proj": [4096, 4096],
+        "self_attn.o_proj": [4096, 4096], "mlp.gate_proj": [11008, 4096], "mlp.up_proj": [11008, 4096],
+        "mlp.down_proj": [4096, 11008],
+    }  # fmt: skip
+    layers = {f"layers.{layer}.{name}.weight": shape for layer in range(32) for name, shape in blocks.items()}
+    return {"embed_tokens.weight": [32000, 4096], **layers, "lm_head.weight": [32000, 4096]}
+
+
+def test_how_even_the_owners_of_matrices_are(tmp_path):
+    """docs/optimizers.md, of the rank with most work."""
+    (tmp_path / "llama.json").write_text(json.dumps(llama_7b()))
+    gpt2, llama = (
+        zeroshard.plan(shapes=shapes, ranks=ranks, stage=1, layout=Layout(whole=whole)).json()["whole"]["work"]
+        for shapes, ranks, whole in (
+            (ROOT / "docs" / "shapes" / "gpt2", 8, WHOLE), (tmp_path / "llama.json", 64, ["layers.*"])
+        )
+    )  # fmt: skip
+    said = f"With GPT-2's matrices the busiest of 8 ranks has {gpt2:.2f} of the mean; with those of Llama 2 7B the busiest of "
+    assert f"{said}64 ranks has {llama:.2f}." in page("docs/optimizers.md")
+
+
+def test_bytes_of_split_masters():
+    """docs/precision.md, per parameter at stages 0 to 2."""
+    formulas = [
+        stage.formula
+        for stage in zeroshard.plan(
+            params=10**6, ranks=8, precision=Precision(param_dtype=torch.bfloat16, split_master=True)
+        ).stages
+    ]
+    whole = zeroshard.plan(params=10**6, ranks=1, stage=0, preset="zeroshard").stages[0].total / 10**6
+    said = (
+        f"saves {whole - float(formulas[0]):g} bytes of each master: AdamW then takes {formulas[0]}, {formulas[1]} and "
+    )
+    assert f"{said}{formulas[2]} bytes per parameter at stages 0 to 2" in page("docs/precision.md")
+
+
+@pytest.mark.parametrize("row", ["without it", "`--reduce int8`"])
+def test_bytes_that_a_step_sends_with_gradients_of_8_bits(row):
+    """docs/precision.md, of the demo's model on two ranks at stage 2, simulated."""
+    comm = Comm(transport="gloo", reduce="int8" if "int8" in row else "ordered")
+    run = simulate("zeroshard.cli.model:demo_job", ranks=2, rank=0, stage=2, comm=comm)
+    sent = sum(run.ledger.traffic[verb].sent for verb in ("gather", "reduce")) // STEPS
+    *_, said = cells("docs/precision.md", row)
+    assert said == f"{sent:,}"
+
+
+@pytest.mark.parametrize("what", ["launch", "kernel", "drain", "meeting"])
+def test_what_a_simulation_assumes_of_the_host(what):
+    """docs/simulation.md, in microseconds and milliseconds."""
+    seconds = getattr(MACHINES["h100"], what)
+    said, _ = cells("docs/simulation.md", f"`{what}`")
+    wanted = f"{seconds * 1e3:g} ms" if seconds >= 1e-4 else f"{seconds * 1e6:g} us"
+    assert re.match(rf"(at least )?{re.escape(wanted)} ", said), said
+
+
+@pytest.mark.full
+def test_how_large_a_log_of_a_step_is(tmp_path):
+    """docs/diff.md, in kB: of examples/job.py with two micro-batches, without a trace and with one."""
+    spec = importlib.util.spec_from_file_location("job", ROOT / "examples" / "job.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    grown = []
+    for trace in (False, True):
+        torch.manual_seed(0)
+        job, folder, sizes = module.job(), tmp_path / f"{trace}", []
+        model = job["model"]
+        optimizer = job["optimizer"](model.parameters())
+        with zeroshard.RunLog(folder, model, optimizer, trace=trace) as log:
+            for step in range(4):
+                for turn in range(2):
+                    loss = job["loss"](model, job["batch"](step, turn)) / 2
+                    loss.backward()
+                    log.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                sizes.append(sum(path.stat().st_size for path in folder.rglob("*")))
+        grown.append((sizes[-1] - sizes[0]) / 3 / 1000)
+    assert f"and {grown[0]:.0f} and {grown[1]:.0f} kB of file" in page("docs/diff.md")
+
+
+@pytest.mark.full
+def test_what_a_checkpoint_of_1024_ranks_has_beside_its_tensors(tmp_path, monkeypatch):
+    """docs/scale.md, written by the engine's own code; 4,096 ranks are in bench/results (test_measured.py)."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")  # it is in the manifest
+    save = manifests.write(tmp_path, 1024)
+    for name, key in (("manifest of 70 B", "manifest's bytes"), ("largest part of it", "largest part's bytes"),
+                      ("told by all ranks in a save", "all tell")):  # fmt: skip
+        *_, said, _ = cells("docs/scale.md", f"{name}, bytes")
+        assert said == f"{save[key]:,}"
+
+
+def test_what_the_tutorials_model_takes():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 256), torch.nn.Tanh(), torch.nn.Linear(256, 1))
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    said = f"The model has {numel:,} parameters, which take {16 * numel:,} bytes"
+    assert said in page("docs/tutorial.md")
+
+
+def test_what_two_tensors_differ_in():
+    """docs/testing.md: the shown line, of two tensors with these numbers."""
+    (shown,) = re.findall(
+        r"^```text\n(0\.weight: element.*)\n```$", (ROOT / "docs" / "testing.md").read_text(), re.MULTILINE
+    )
+    first, second = (float(each) for each in re.findall(r"(0\.\d+) \(0x", shown))
+    one = {f"{at}.{name}": torch.zeros(16, 8) for at in (0, 2) for name in ("weight", "bias")}
+    other = {name: tensor + 1 for name, tensor in one.items()}
+    one["0.weight"][3, 0], other["0.weight"] = first, one["0.weight"].clone()
+    other["0.weight"][3, 0] = second
+    other["0.weight"][4:6] += 2**-25  # sixteen more, by as much as the farthest that are apart
+    with pytest.raises(AssertionError) as raised:
+        assert_same_bits(one, other)
+    assert str(raised.value) == shown
+
+
+def test_how_much_less_stage_3_holds():
+    """README.md, of its own table, whose rows tests/tools/test_cli.py computes."""
+    (_, rest, peak, *_), (_, least, low, *_) = (
+        [int(cell.split()[0].replace(",", "")) if cell[0].isdigit() else cell for cell in cells("README.md", stage)]
+        for stage in ("0", "3")
+    )
+    assert rest / least == pytest.approx(4, abs=0.01)  # "a quarter", with counters of steps on every rank
+    assert f"Stage 3 holds a quarter of stage 0 at rest, and {100 * low / peak:.0f} % of it at the peak" in page(
+        "README.md"
+    )

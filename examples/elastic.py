@@ -13,12 +13,13 @@ from torch import nn
 import zeroshard
 
 folder = Path(sys.argv[1])
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 data = torch.randn(300 * 6 * 8, 16, generator=torch.Generator().manual_seed(1))
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-zero = zeroshard.shard(model, optimizer, stage=3)
+zero = zeroshard.shard(model, optimizer, stage=3, device=device)
 batches = zero.batches(data, per_step=6, size=8)  # the same 6 micro-batches of 8 samples on any number of ranks
 
 newest = zero.latest(folder)  # the newest whole one: what a lost rank has left half is passed over
@@ -28,6 +29,7 @@ if zero.rank == 0:
     print(f"from step {batches.step} on, {zero.world_size} ranks", flush=True)
 for step in batches:
     for x in step:
+        x = x.to(device)
         nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 import zeroshard
 
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 CONTEXT, HIDDEN, HEADS, BLOCKS, TILES = 256, 64, 4, 2, 4  # tiles of a whole sequence
 
 
@@ -201,11 +202,11 @@ def batch(step, sequence, piece=0, pieces=1):
 
 def sharded(sp, stage, tiles=TILES):
     """The model of this rank, its optimizer, what `shard` answers, and this rank's batches."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // sp, sp), mesh_dim_names=("dp", "sp"))
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size() // sp, sp), mesh_dim_names=("dp", "sp"))
     torch.manual_seed(0)
     model = GPT(mesh.get_group("sp") if sp > 1 else None, tiles)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    zero = zeroshard.shard(model, optimizer, stage=stage)  # over all ranks
+    zero = zeroshard.shard(model, optimizer, stage=stage, device=DEVICE)  # over all ranks
     mine = {"sequence": mesh.get_local_rank("dp"), "piece": mesh.get_local_rank("sp"), "pieces": sp}
     return model, optimizer, zero, functools.partial(batch, **mine)
 
@@ -214,7 +215,7 @@ def train(model, optimizer, zero, batches, steps):
     """The plain loop; this rank's loss in each step."""
     losses = []
     for step in range(1, steps + 1):
-        loss = model(*batches(step))
+        loss = model(*(each.to(DEVICE) for each in batches(step)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -242,6 +243,6 @@ if __name__ == "__main__":
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--sp", type=int, default=2, help="ranks that divide each sequence among themselves")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group()  # NCCL for what is on GPUs, and gloo
     train(*sharded(args.sp, args.stage), args.steps)
     dist.destroy_process_group()

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 CONTEXT, HIDDEN, EXPERTS, TOP = 32, 64, 4, 2
 
 
@@ -122,7 +123,7 @@ def batch(step, rank):
 
 def sharded(ep, stage, *, apart=True, bf16=False, layout=None):
     """The model of this rank, its optimizer, and what `shard` answers."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("edp", "ep"))
+    mesh = init_device_mesh(DEVICE.type, (dist.get_world_size() // ep, ep), mesh_dim_names=("edp", "ep"))
     torch.manual_seed(0)
     model = GPT(group=mesh.get_group("ep"), apart=apart)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -130,6 +131,7 @@ def sharded(ep, stage, *, apart=True, bf16=False, layout=None):
         model,
         optimizer,
         stage=stage,
+        device=DEVICE,
         comm=Comm(group=mesh),
         layout=Layout(along={"*.experts.*": "edp"}, apart=apart, **(layout or {})),
         precision=Precision(param_dtype=torch.bfloat16, keep=["*.router.*"]) if bf16 else None,
@@ -140,7 +142,7 @@ def sharded(ep, stage, *, apart=True, bf16=False, layout=None):
 def train(model, optimizer, zero, steps, first=1):
     """The plain loop; the loss of the last step, on this rank."""
     for step in range(first, first + steps):
-        loss = model(*batch(step, zero.rank))
+        loss = model(*(each.to(DEVICE) for each in batch(step, zero.rank)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # every expert counts once
         optimizer.step()
@@ -158,6 +160,6 @@ if __name__ == "__main__":
     parser.add_argument("--grouped", action="store_true", help="one product for each expert: faster; bits depend on EP")
     parser.add_argument("--bf16", action="store_true")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group()  # NCCL for what is on GPUs, and gloo
     train(*sharded(args.ep, args.stage, apart=not args.grouped, bf16=args.bf16), args.steps)
     dist.destroy_process_group()

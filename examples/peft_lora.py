@@ -25,7 +25,7 @@ torch.manual_seed(1)
 with torch.device("meta"):
     model = get_peft_model(LlamaForCausalLM(config), LoraConfig(r=8, target_modules="all-linear"))
 optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-device = "cuda" if torch.cuda.is_available() else "cpu"
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 zero = zeroshard.load(model, "base", optimizer, stage=int(sys.argv[1]) if len(sys.argv) > 1 else 3, device=device)
 for step in range(10):
     rows = (torch.arange(32) + torch.arange(4 * rank, 4 * rank + 4)[:, None] + step).to(device)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from ray import train
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchTrainer, get_device
 from torch import nn
 
 import zeroshard
@@ -22,12 +22,13 @@ def loop(config):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    zero = zeroshard.shard(model, optimizer, stage=config["stage"])  # over the process group that Ray has made
+    device = get_device()  # Ray's choice for this worker: a GPU with ScalingConfig(use_gpu=True)
+    zero = zeroshard.shard(model, optimizer, stage=config["stage"], device=device)  # over the group that Ray has made
     start = zero.load(train.get_checkpoint().path).extra["step"] if train.get_checkpoint() else 0
     for step in range(start, config["steps"]):
         for turn in range(turns := 4 // zero.world_size):  # four micro-batches a step, on 1, 2 or 4 workers
             with zero.micro_batch_rng(step, turn * zero.world_size + zero.rank):  # data and dropout of this one
-                x = torch.randn(8, 16)
+                x = torch.randn(8, 16).to(device)
                 (nn.functional.mse_loss(model(x), x.sum(1, keepdim=True)) / turns).backward()
         optimizer.step()
         optimizer.zero_grad()

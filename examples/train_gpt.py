@@ -45,17 +45,17 @@ parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--stage", type=int, default=3)
 args = parser.parse_args()
 
+device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 text = torch.tensor(list(inspect.getsource(pydoc_data.topics).encode()))
 torch.manual_seed(0)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-zero = zeroshard.shard(model, optimizer, stage=args.stage)  # the one new line
+zero = zeroshard.shard(model, optimizer, stage=args.stage, device=device)  # the one new line
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
-
 draw = torch.Generator().manual_seed(zero.rank)  # every rank its own micro-batches
 for step in range(1, args.steps + 1):
     starts = torch.randint(len(text) - CONTEXT, (16, 1), generator=draw)
-    window = text[starts + torch.arange(CONTEXT + 1)]
+    window = text[starts + torch.arange(CONTEXT + 1)].to(device)
     loss = model(window[:, :-1], window[:, 1:])
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

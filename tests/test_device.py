@@ -753,7 +753,7 @@ def test_idle_devices_are_told_of_once(monkeypatch, caplog, asked):
         zeroshard.shard(torch.nn.Linear(2, 2), None, device=asked)
     device.warn_of_idle.cache_clear()
     assert [record.getMessage() for record in caplog.records if "idle" in record.getMessage()] == [
-        'the model is on the CPU and trains there, and cuda is idle: shard(..., device="cuda")'
+        'the model is on the CPU and trains there, and cuda is idle: shard(..., device="cuda"), then batch.to("cuda")'
     ] * (asked is None)
 
 

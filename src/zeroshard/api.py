@@ -76,7 +76,8 @@ def shard(
         layout: how parameters are grouped and cut; see `Layout`.
         comm: how ranks talk; see `Comm`.
         device: where the model computes (default: where it is; the CPU for a model on meta). "cuda" is the device that
-            the program chose by `torch.cuda.set_device`, else `LOCAL_RANK`.
+            the program chose by `torch.cuda.set_device`, else `LOCAL_RANK`'s, which becomes current. On machines with
+            and without: `torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")`.
         init: initialises one module whose parameters were on meta (default: its `reset_parameters()`, then its model's
             `_init_weights(module)` where there is one, as in Hugging Face's models).
         optimizer_in_backward: each bucket is stepped inside `backward()` as its reduction lands, and its gradients'

@@ -80,7 +80,8 @@ def warn_of_idle() -> None:
     """Say once that a model is sharded on the CPU, unasked, where an accelerator is."""
     if torch.accelerator.is_available() and (found := torch.accelerator.current_accelerator()) is not None:
         kind = found.type
-        log.warning('the model is on the CPU and trains there, and %s is idle: shard(..., device="%s")', kind, kind)
+        words = 'the model is on the CPU and trains there, and %s is idle: shard(..., device="%s"), then batch.to("%s")'
+        log.warning(words, kind, kind, kind)
 
 
 def describe(device: torch.device) -> dict[str, str]:

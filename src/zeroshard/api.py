@@ -21,7 +21,7 @@ from .checkpoint.content import drawing
 from .checkpoint.files import absolute
 from .checkpoint.on_signal import save_on
 from .checkpoint.saving import Saving
-from .device import chosen, warn_of_idle
+from .device import chosen, lacking, warn_of_idle
 from .engine.accepted import unwrapped
 from .engine.guard import refuse_copy
 from .engine.modes import refuse_inside, unseen
@@ -46,13 +46,42 @@ if TYPE_CHECKING:
     from .replay import Replay
 
 log = logging.getLogger("zeroshard")
+ANY_MACHINE = 'device=torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")'
+# What is meant by what other libraries take for a policy: by the policy, and what is given.
+_BF16, _FP16 = "Precision(param_dtype=torch.bfloat16)", "Precision(param_dtype=torch.float16)"
+_CPU, _NVME = 'Offload(optimizer="cpu")', 'Offload(optimizer="nvme", path="a folder on a local disk")'
+_MEANT: Mapping[type, Mapping[str, str]] = {
+    Precision: {
+        **dict.fromkeys(("bf16", "bfloat16", "bf16-mixed", "bf16-true", "mixed", "true"), _BF16),
+        **dict.fromkeys(("fp16", "float16", "half", "16", "16-mixed", "16-true"), _FP16),
+        **dict.fromkeys(("fp32", "float32", "float", "32", "32-true"), "Precision()"),
+        **dict.fromkeys(("fp8", "float8", "8"), "Precision(param_dtype=torch.bfloat16, fp8=True)"),
+    },
+    Offload: {
+        **dict.fromkeys(("cpu", "host", "ram", "true"), f"{_CPU}, which also takes parameters= and gradients="),
+        **dict.fromkeys(("nvme", "disk", "ssd", "files"), f"{_NVME}, which also takes parameters= and gradients="),
+    },
+    Comm: {
+        **{each: f'Comm(reduce="{each}")' for each in ("ordered", "native", "int8")},
+        **{each: f'Comm(transport="{each}")' for each in ("auto", "gloo", "shared")},
+        "nccl": "Comm(), with device= on GPUs: what is there goes over NCCL",
+    },
+}
 Batch = TypeVar("Batch")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+class _Unsaid:
+    def __repr__(self) -> str:
+        return "<the model's optimizer, or None>"
+
+
+_UNSAID: Any = _Unsaid()
+
+
 def shard(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = _UNSAID,
     *,
     stage: int = 3,
     precision: Precision | None = None,
@@ -68,8 +97,9 @@ def shard(
     Arguments:
         model: any `nn.Module`, on the CPU, on `device`, or on the meta device. Rank 0's weights and buffers count; of
             what is on meta there, those of the first rank that has any.
-        optimizer: a `torch.optim` object (or several, or None) over the model's parameters. Its groups, options,
-            hooks, schedulers and existing state stay; its parameters become this rank's fragments.
+        optimizer: a `torch.optim` object (or several) over the model's parameters. Its groups, options, hooks,
+            schedulers and existing state stay; its parameters become this rank's fragments. None says that there is
+            none: it has to be said, since an optimizer that is made afterwards would update no shards.
         stage: 0 nothing sharded, 1 optimizer state, 2 also gradients, 3 also parameters (Rajbhandari et al. 2020).
         precision: which dtype each state has; see `Precision`.
         offload: where each state rests; see `Offload`.
@@ -94,6 +124,12 @@ def shard(
     if not isinstance(model, nn.Module):
         instead = "shard(nn.ModuleList(models), ...) for several models"
         raise UserError("not a model", expected="an nn.Module", got=type(model).__name__, instead=instead)
+    if optimizer is _UNSAID:
+        raise UserError(
+            "shard takes the optimizer too, since its states are sharded with the model",
+            got="no optimizer",
+            instead="shard(model, optimizer, ...); or shard(model, None, ...) for a model that is not trained",
+        )
     several = optimizer is None or isinstance(optimizer, (list, tuple))
     given: list[Any] = list(optimizer or ()) if several else [optimizer]  # type: ignore[arg-type]
     optimizers = list(map(unwrapped, given))
@@ -107,9 +143,22 @@ def shard(
 
 def _policy(name: str, given: Any, kind: Any) -> Any:
     if given is not None and not isinstance(given, kind):
-        instead = f"{name}=zeroshard.{kind.__name__}(...)"
-        raise UserError(f"{name}= takes a zeroshard.{kind.__name__}", got=repr(given), instead=instead)
+        raise UserError(
+            f"{name}= takes a zeroshard.{kind.__name__}",
+            got=repr(given),
+            instead=f"{name}=zeroshard.{_meant(given, kind)}",
+        )
     return kind() if given is None else given
+
+
+def _meant(given: Any, kind: type) -> str:
+    """Return the policy that is meant by something else, as it is written."""
+    if kind is Layout and isinstance(given, (int, float)) and not isinstance(given, bool):
+        return f"Layout(bucket_mib={given})"
+    if kind is Comm and type(given).__name__ in ("ProcessGroup", "DeviceMesh"):
+        return "Comm(group=...) of this " + type(given).__name__
+    word = str(given).removeprefix("torch.").lower() if isinstance(given, (str, bool, int, torch.dtype)) else ""
+    return _MEANT.get(kind, {}).get(word, f"{kind.__name__}(...)")
 
 
 def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device:
@@ -119,8 +168,9 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
         except (RuntimeError, TypeError):
             device = torch.device("meta")
         if device.type == "meta":
-            instead = 'device="cuda" or device="cpu"'
-            raise UserError("device= is nothing to compute on", got=repr(wanted), instead=instead)
+            raise UserError("device= is nothing to compute on", got=repr(wanted), instead=ANY_MACHINE)
+        if lacks := lacking(device):
+            raise UserError("there is no such device", where=f"device={wanted!r}", got=lacks, instead=ANY_MACHINE)
         return chosen(device)
     found = {param.device for param in model.parameters() if not param.is_meta}
     if len(found) > 1:

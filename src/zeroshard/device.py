@@ -62,6 +62,20 @@ def chosen(device: torch.device) -> torch.device:
     return current(device)
 
 
+def lacking(device: torch.device) -> str:
+    """Return what this machine lacks for a device to compute on; "" if it has it, or its kind does not tell."""
+    kind = device.type
+    module = _tried(lambda: torch.get_device_module(kind)) if asynchronous(device) else None
+    if module is None:
+        return ""
+    if _tried(module.is_available) is False:
+        return f"torch {torch.__version__} finds no {kind} device on this machine"
+    count = _tried(lambda: int(module.device_count()))
+    if count is not None and (device.index or 0) >= count:
+        return f"{device} of {count}, which count from {kind}:0"
+    return ""
+
+
 def take_own(rank: int, ranks: int) -> None:
     """Make a local rank's own accelerator the current one, to which `.cuda()` goes; ranks take turns on fewer.
 

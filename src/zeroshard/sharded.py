@@ -27,7 +27,15 @@ from .engine.buffer import Buffer
 from .engine.codec import Values
 from .engine.contribution import Contribution, Division
 from .engine.gradient import Gradients
-from .engine.guard import cover_constructors, keep_fast_paths, refuse_copy, refuse_load, refuse_state_dict, weak
+from .engine.guard import (
+    cover_constructors,
+    keep_fast_paths,
+    refuse_copy,
+    refuse_load,
+    refuse_state_dict,
+    said_at_shard,
+    weak,
+)
 from .engine.modes import seen, unseen
 from .engine.optim import Binding
 from .engine.preflight import Structure, check_trained, refuse_wrapper
@@ -247,7 +255,9 @@ class Engine:
                     where=f"parameter {record.name!r}",
                     expected=f"{own} on {self.device}",
                     got=f"{dtype} on {device}",
-                    instead="shard(..., precision=Precision(param_dtype=...), device=...)",
+                    instead=said_at_shard(
+                        dtype if dtype is not own else None, device if device != self.device else None
+                    ),
                 )
             if trainable and not was:
                 self._unfreeze(record)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..device import current
-from ..errors import StateError
+from ..errors import ReleasedError, StateError
 from ..layout import Bucket, slot_at
 from .modes import outside
 
@@ -81,22 +81,60 @@ class Guarded:
             return args[0]
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Guarded):
-                leaf._zeroshard.touch(leaf)  # type: ignore[attr-defined]
+                try:
+                    leaf._zeroshard.touch(leaf)  # type: ignore[attr-defined]
+                except ReleasedError as error:
+                    if (refused := _refused_conversion(func, args, kwargs)) is not None:
+                        raise refused from error.__cause__
+                    raise
         return func(*args, **kwargs)
 
 
-def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
-    """Tell if this is a conversion as `module.to(...)` makes it that would leave the parameter as it is."""
-    if func == _SET_DATA:
-        return args[0] is args[1]
+def _conversion(func: Any, args: Any, kwargs: Any) -> tuple[torch.device | None, torch.dtype | None, Any] | None:
+    """Return (device, dtype, memory format) of a conversion as `module.to(...)` makes it; None for what is none."""
     if func in _CONVERSIONS and len(args) == 1 and not kwargs:
         args = *args, _CONVERSIONS[func]
     elif func is not torch.Tensor.to and not (func is torch.Tensor.type and isinstance(args[-1], torch.dtype)):
-        return False
+        return None
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
     except (TypeError, RuntimeError):  # copy=True, say
+        return None
+    return device, dtype, memory_format
+
+
+def _refused_conversion(func: Any, args: Any, kwargs: Any) -> ReleasedError | None:
+    """Return the error if this converts or moves a parameter whose values are elsewhere; None if it does not."""
+    if (found := _conversion(func, args, kwargs)) is None:
+        return None
+    device, dtype, _ = found
+    with torch._C.DisableTorchFunctionSubclass():
+        own_dtype, own_device = args[0].dtype, args[0].device
+    dtype, device = dtype or own_dtype, device or own_device
+    said = said_at_shard(dtype if dtype is not own_dtype else None, device if device != own_device else None)
+    return ReleasedError(
+        "a sharded parameter was converted or moved while it is not gathered",
+        where=f"parameter {args[0]._zeroshard.name!r}",
+        expected=f"{own_dtype} on {own_device}",
+        got=f"{dtype} on {device}",
+        instead=f"{said}; to read it, with zero.gathered(): ...   (on every rank)",
+    )
+
+
+def said_at_shard(dtype: torch.dtype | None, device: torch.device | None) -> str:
+    """Return what to write for a model of another dtype, on another device, or both."""
+    said = [f"precision=Precision(param_dtype={dtype})"] * (dtype is not None)
+    said += [f'device="{device}"'] * (device is not None)
+    return f"shard(..., {', '.join(said)}); or model.to(...) before shard(...)"
+
+
+def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:
+    """Tell if this is a conversion that would leave the parameter as it is."""
+    if func == _SET_DATA:
+        return args[0] is args[1]
+    if (found := _conversion(func, args, kwargs)) is None:
         return False
+    device, dtype, memory_format = found
     with torch._C.DisableTorchFunctionSubclass():
         own_device, own_dtype = args[0].device, args[0].dtype
     stays = device is None or device.type == own_device.type

@@ -34,10 +34,10 @@ ORDER = (
     "engine/options.py", "engine/optim.py", "engine/moving.py", "engine/unsaved.py", "engine/accepted.py",
     "engine/experts.py", "engine/split.py", "engine/fused_split.py", "engine/in_backward.py",
     "engine/tensor_parallel.py", "engine/rejoined.py", "engine/preflight.py", "engine/alike.py", "engine/undo.py",
-    "engine/assembly.py", "checkpoint/staging.py", "checkpoint/dtypes.py", "checkpoint/files.py",
-    "checkpoint/parts.py", "checkpoint/manifest.py", "checkpoint/listed.py", "checkpoint/content.py",
-    "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/on_signal.py", "checkpoint/loading.py",
-    "batches.py", "replay.py", "sharded.py", "api.py",
+    "engine/assembly.py", "checkpoint/staging.py", "checkpoint/dtypes.py", "checkpoint/others.py",
+    "checkpoint/files.py", "checkpoint/parts.py", "checkpoint/manifest.py", "checkpoint/listed.py",
+    "checkpoint/content.py", "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/on_signal.py",
+    "checkpoint/loading.py", "batches.py", "replay.py", "sharded.py", "api.py",
 )  # fmt: skip
 AROUND = (
     "planner",

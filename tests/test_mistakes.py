@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
+import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine.guard import ReleasedError
-from zeroshard.errors import StateError, UserError
+from zeroshard.cli.main import app
+from zeroshard.errors import CheckpointError, ReleasedError, StateError, UserError
 
 STAGES = (0, 1, 2, 3)
 
@@ -112,3 +114,110 @@ def test_a_model_converted_behind_shard_is_told_of_precision(stage, convert):
     model(torch.ones(4, 8, dtype=dtype)).float().sum().backward()
     optimizer.step()
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def of_deepspeed(folder):
+    (folder / "global_step10").mkdir()
+    (folder / "latest").write_text("global_step10")
+    (folder / "global_step10" / "mp_rank_00_model_states.pt").write_bytes(b"")
+
+
+def of_dcp(folder):
+    dcp.save({"model": made()[0].state_dict()}, checkpoint_id=folder)
+
+
+def of_hugging_face(folder):
+    safetensors.torch.save_file(made()[0].state_dict(), folder / "model.safetensors")
+
+
+def of_torch(folder):
+    torch.save(made()[0].state_dict(), folder / "pytorch_model.bin")
+
+
+def of_peft(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+
+
+FOLDERS = {
+    "a checkpoint of DeepSpeed": (of_deepspeed, "zeroshard ckpt import {} imported, and then zero.load('imported')"),
+    "a checkpoint of torch.distributed.checkpoint": (
+        of_dcp,
+        "zeroshard ckpt import {0} imported, and then zero.load('imported'); or, of what "
+        'dcp.save({{"app": zero}}) wrote, dcp.load({{"app": zero}}, checkpoint_id=\'{0}\')',
+    ),
+    "weights as Hugging Face writes them": (
+        of_hugging_face, "zeroshard.load(model, '{}', optimizer, ...) in the place of shard(...)",
+    ),
+    "a folder of torch.save's files": (
+        of_torch, "zeroshard ckpt import {}/pytorch_model.bin imported, and then zero.load('imported')",
+    ),
+    "an adapter of PEFT": (of_peft, "PeftModel.from_pretrained(model, '{}', is_trainable=True) before shard(...)"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")  # DCP says that one process saves alone
+@pytest.mark.parametrize("what", FOLDERS)
+def test_a_folder_of_another_system_is_named_with_what_reads_it(what, tmp_path):
+    """By `load`, and by `latest`, which would else find nothing and let a run begin anew. And that reads it."""
+    fill, said = FOLDERS[what]
+    fill(tmp_path)
+    zero = zeroshard.shard(*made(), stage=3)
+    with pytest.raises(CheckpointError, match=f"{what}, and no checkpoint of zeroshard") as error:
+        zero.load(tmp_path)
+    assert instead(error) == said.format(tmp_path)
+    with pytest.raises(CheckpointError, match="zero.latest.*looks into a folder") as error:
+        zero.latest(tmp_path)
+    assert instead(error) == said.format(tmp_path) and f"{what}\n" in str(error.value)
+    want = made()[0].state_dict()
+    if "zeroshard.load" in said:
+        model, optimizer = made()
+        zero = zeroshard.load(model, tmp_path, optimizer)
+    elif fill in (of_dcp, of_torch):
+        _, _, _, source, *_ = said.format(tmp_path).split()
+        app(["ckpt", "import", source, str(tmp_path / "imported")], standalone_mode=False)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2))
+        zero = zeroshard.shard(model, None)
+        zero.load(tmp_path / "imported")
+        with pytest.raises(CheckpointError, match=f"{what}, and no weights that can be read part by part"):
+            zeroshard.load(made()[0], tmp_path)
+    else:
+        return
+    with zero.gathered():
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in want.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed")
+def test_latest_warns_of_another_systems_run_and_refuses_a_checkpoint(tmp_path):
+    """A folder that may yet get checkpoints answers None; exported weights in it are no run."""
+    zero = zeroshard.shard(*made(), stage=3)
+    assert zero.latest(tmp_path) is None and zero.latest(tmp_path / "nowhere") is None
+    zero.export(tmp_path / "weights")
+    assert zero.latest(tmp_path) is None
+    of_dcp(tmp_path / "step-3")
+    with pytest.warns(
+        UserWarning, match=r"finds no checkpoint of zeroshard, but in 'step-3': this is a checkpoint of t"
+    ):
+        assert zero.latest(tmp_path) is None
+    zero.save(tmp_path / "step-4")
+    assert zero.latest(tmp_path) == tmp_path / "step-4"
+    with pytest.raises(CheckpointError, match="this is a checkpoint itself") as error:
+        zero.latest(tmp_path / "step-4")
+    assert instead(error) == f"zero.load('{tmp_path}/step-4'); or zero.latest('{tmp_path}')"
+    with pytest.raises(CheckpointError, match="no complete checkpoint here") as error:
+        zero.load(tmp_path)
+    assert instead(error).endswith(f"zero.load(zero.latest('{tmp_path}'))")
+
+
+def looks(folder):
+    zero = zeroshard.shard(*made(), stage=2)
+    try:
+        zero.latest(folder)
+    except CheckpointError as error:
+        return str(error)
+
+
+def test_every_rank_hears_that_latest_looks_at_another_systems_checkpoint(ranks, tmp_path):
+    of_deepspeed(tmp_path)
+    told = ranks.run(2, looks, str(tmp_path))
+    assert told[0] == told[1] and "this is a checkpoint of DeepSpeed" in told[0]

@@ -524,10 +524,11 @@ class Zero:
 
     @_meeting
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
-        """Find the newest complete checkpoint in `folder`, for `load`; None if there is none.
+        """Find the newest complete checkpoint in `folder`, for `load`; None if there is none, or no folder.
 
         It reads and checks every byte, and trusts no pointer that could be stale: damaged ones are passed over with a
-        warning. Collective; every rank checks a share.
+        warning. Collective; every rank checks a share. Raises `CheckpointError` where the folder itself is a checkpoint
+        of zeroshard or another system; warns where another system's are in it, and none of zeroshard's.
         """
         self._engine.meet_for_checkpoint("loading", weights=False)  # the disk where masters rest may have failed
         return loading.latest(self._engine.group, folder)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CheckpointError, UserError, check_local
 from ..hashing import digest
 from .dtypes import DTYPES
+from .others import other
 from .staging import clean, discard, owner, place_beside, sync, temporary
 
 if TYPE_CHECKING:
@@ -310,9 +311,19 @@ def read_manifest(folder: Path, descriptor: int) -> dict[str, Any]:
 
 
 def _nothing(folder: Path, got: str) -> CheckpointError:
+    if (found := other(folder)) is not None:
+        return CheckpointError(
+            f"{found.what}, and no checkpoint of zeroshard",
+            where=str(folder),
+            expected=MANIFEST,
+            got=got,
+            instead=found.instead,
+        )
+    inside = next((path for path in sorted(folder.glob(f"*/{MANIFEST}"))), None)
+    newest = f"; of those inside the newest, zero.load(zero.latest({str(folder)!r}))"
     return CheckpointError(
         "no complete checkpoint here", where=str(folder), expected=MANIFEST, got=got,
-        instead="the folder that zero.save(...) was given",
+        instead=f"the folder that zero.save(...) was given{newest if inside is not None else ''}",
     )  # fmt: skip
 
 

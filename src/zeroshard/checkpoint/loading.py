@@ -27,8 +27,9 @@ from ..strips import ONE_STRIP, Strips
 from ..tiers.tier import Part, present
 from .content import ModelState, Rng, options, parsed_rng, persistent, restore_rng
 from .dtypes import TORCH_DTYPES
-from .files import absolute, canonical
+from .files import MANIFEST, absolute, canonical
 from .manifest import AVERAGE, VALUE, Saved, Stored, numel, own_name, siblings, unplain
+from .others import other
 
 
 class Loaded(NamedTuple):
@@ -488,21 +489,40 @@ def renew(running: ModelState) -> None:
         buffer.parameters.settle()
 
 
+def _no_folder_of_checkpoints(path: Path) -> tuple[str, str] | None:
+    """Return what a path is where no checkpoint lies below it, and what reads that; None if it may get some yet."""
+    if (path / MANIFEST).is_file():
+        return (
+            "this is a checkpoint itself",
+            f"zero.load({os.fspath(path)!r}); or zero.latest({os.fspath(path.parent)!r})",
+        )
+    found = other(path)
+    return None if found is None else (found.what, found.instead)
+
+
 def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:
     """Return the checkpoint saved last in a folder of which every byte is right; each rank checks its share of them."""
     group.same("zero.latest(...)", lambda: {"folder": absolute(path).name})
     folder = absolute(path)
     names = [each.name for each in siblings(folder)] if group.rank == 0 and folder.is_dir() else []
-    everyone = group.describe([str(folder), folder.is_dir(), names])
-    if len({there for _, there, _ in everyone}) > 1:
+    wrong = _no_folder_of_checkpoints(folder) if group.rank == 0 and folder.exists() and not names else None
+    everyone = group.describe([str(folder), folder.is_dir(), names, wrong])
+    if len({there for _, there, *_ in everyone}) > 1:
         raise CheckpointError(
             "the ranks look into different folders",
             expected="one on a file system that all ranks have mounted",
             got="; ".join(
                 f"rank {rank}: {at}{'' if there else ', which is not there'}"
-                for rank, (at, there, _) in enumerate(everyone)
+                for rank, (at, there, *_) in enumerate(everyone)
             ),
             instead="an absolute path, and a folder that is made before any rank looks into it",
+        )
+    if wrong := everyone[0][3]:
+        raise CheckpointError(
+            "zero.latest(...) looks into a folder for checkpoints of zeroshard, and this is none",
+            where=everyone[0][0],
+            got=wrong[0],
+            instead=wrong[1],
         )
     for name in everyone[0][2]:
         problem = None
@@ -516,4 +536,15 @@ def latest(group: Group, path: str | os.PathLike[str]) -> Path | None:
             return folder / str(name)
         if group.rank == 0:
             warnings.warn(f"zeroshard passes over a damaged checkpoint. {told[0]}", stacklevel=3)
+    if group.rank == 0 and (below := _of_other_runs(folder)):
+        warnings.warn(f"zero.latest({str(folder)!r}) finds no checkpoint of zeroshard, but {below}", stacklevel=3)
     return None
+
+
+def _of_other_runs(folder: Path) -> str:
+    """Return in words what another system's run has left in a folder, by its last name; "" if there is nothing."""
+    inside = sorted(folder.iterdir(), reverse=True) if folder.is_dir() else []
+    for path in inside:
+        if path.is_dir() and not path.name.startswith(".") and (found := other(path)) is not None and found.run:
+            return f"in {path.name!r}: {found.what}. To go on from it: {found.instead}"
+    return ""

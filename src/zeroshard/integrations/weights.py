@@ -21,6 +21,7 @@ from ..checkpoint.content import persistent
 from ..checkpoint.files import MANIFEST, absolute
 from ..checkpoint.loading import put, renew, resting
 from ..checkpoint.manifest import Saved
+from ..checkpoint.others import other
 from ..checkpoint.saving import wait_for_saves
 from ..engine.tensor_parallel import mesh_of
 from ..engine.unit import Initialiser
@@ -151,10 +152,12 @@ class Weights:
             return [self.path / name for name in names]
         found = sorted(self.path.glob("*.safetensors"))
         if not found:
+            known = other(self.path)
             raise CheckpointError(
-                "no weights here", where=str(self.path), expected="safetensors files, or a checkpoint of zero.save",
+                "no weights here" if known is None else f"{known.what}, and no weights that can be read part by part",
+                where=str(self.path), expected="safetensors files, or a checkpoint of zero.save",
                 got=sorted(path.name for path in self.path.glob("*"))[:5] or "nothing",
-                instead="zero.export(folder), save_pretrained(folder), or zeroshard ckpt import for other formats",
+                instead="zero.export(folder) or save_pretrained(folder)" if known is None else known.instead,
             )  # fmt: skip
         return found
 

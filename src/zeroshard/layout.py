@@ -41,7 +41,8 @@ BLOCK = 128  # elements
 WHOLE = 0  # as a number of elements that no cut may part: all of them
 BUCKET_MIB = 24.0  # on the CPU, whose memory is given back and faulted in again above 32 MB
 UNIT_MIB = 2.0**20  # more than any unit has
-LARGE = 1 << 16  # elements from which a module outside any list of blocks is worth a unit of its own
+LARGE = 1 << 16  # elements that are worth a unit of their own
+MANY = 32  # units of fewer elements: if there are more of these, neighbours join
 
 
 def _sequence(name: str) -> Field:
@@ -70,6 +71,32 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != COMPILED) if COMPILED in name else name
 
 
+def joined(names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:
+    """Return which units become one: neighbours in a list, if more than `MANY` units have under `LARGE` elements.
+
+    Each unit costs a gather, a reduction and their bookkeeping, however small it is.
+
+    names: of the units' modules, in order. numels: the elements of each. Returns runs of their numbers, in order.
+    """
+    small = [numel < LARGE for numel in numels]
+    runs: list[list[int]] = []
+    held, parent = LARGE, ""  # elements of the last run, and the list that it is of
+    for at, (name, numel) in enumerate(zip(names, numels, strict=True)):
+        inside = name.rpartition(".")[0]
+        if sum(small) > MANY and small[at] and held < LARGE and inside == parent:
+            runs[-1].append(at)
+            held += numel
+        else:
+            runs.append([at])
+            held, parent = numel, inside
+    return runs
+
+
+def joined_name(names: Sequence[str]) -> str:
+    """Return the name of a unit of these modules."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
 @dataclass(frozen=True)
 class Layout:
     """The settings by which parameters are grouped into units and buckets, and cut between ranks.
@@ -88,7 +115,8 @@ class Layout:
     units: which submodules are gathered together: module names, name patterns ("blocks.*"), module classes or the
         names of these ("LlamaDecoderLayer").
         None finds them: the children of the outermost `ModuleList`s, and of a `Sequential` or `ModuleDict` that has no
-        `ModuleList` inside, and large leaves.
+        `ModuleList` inside, and large leaves. If more than 32 of these have fewer than 65,536 elements, neighbours in a
+        list join until they have as many, except with `recompute`.
     ignore: parameter names or patterns that zeroshard leaves entirely alone (not sharded, not averaged).
     recompute: units whose forward keeps nothing for backward but its inputs, and runs again there, as by
         `torch.utils.checkpoint` without re-entering: all but the root (True), or by name or pattern. Uncompiled.

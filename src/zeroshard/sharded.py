@@ -155,18 +155,19 @@ class Engine:
         self._structure = Structure(model)
         self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
-        for unit in self.units:
-            unit.module.__dict__["__reduce_ex__"] = refuse_copy  # deepcopy, pickle and torch.save call it first
+        unit_modules = [module for unit in self.units for module in unit.modules]
+        for module in unit_modules:
+            module.__dict__["__reduce_ex__"] = refuse_copy  # deepcopy, pickle and torch.save call it first
         keep_fast_paths(model)
         if self.schedule.releases:
             cover_constructors()
         if self.placements.parameters:
-            for unit in self.units:
-                unit.module.register_state_dict_pre_hook(refuse_state_dict)
-                unit.module.register_load_state_dict_pre_hook(refuse_load)
+            for module in unit_modules:
+                module.register_state_dict_pre_hook(refuse_state_dict)
+                module.register_load_state_dict_pre_hook(refuse_load)
         elif self.placements.optimizer:
-            for unit in self.units:
-                unit.module.register_state_dict_pre_hook(weak(self._refuse_mixture))
+            for module in unit_modules:
+                module.register_state_dict_pre_hook(weak(self._refuse_mixture))
         for binding in self.bindings:
             binding.states.count()
         for buffer in self.buffers:

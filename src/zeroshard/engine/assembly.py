@@ -45,6 +45,7 @@ from .refused import Settings, refuse
 from .tensor_parallel import TensorParallel, check_tensors, replace_dtensors
 from .undo import Before
 from .unit import (
+    Found,
     Initialiser,
     Managed,
     Unit,
@@ -92,15 +93,15 @@ class Assembly:
         problem: Exception | None = None
         self.native, self.own_buffers = comm.reduce == "native", layout.buffers == "local"
         facts: dict[str, Any] = {}
-        named: list[tuple[str, nn.Module]] = []
+        found: list[Found] = []
         try:
             refuse(self.asked)
             check_model(self.model)
             check_tensors(self.model, self.mesh, layout, comm)
             if self.mesh is not None:
                 self.tensors = replace_dtensors(self.model, optimizers, self.mesh, comm.group.mesh_dim_names[0])
-            named = find_units(self.model, layout)
-            self.managed = managed_parameters(self.model, named, layout)
+            found = find_units(self.model, layout)
+            self.managed = managed_parameters(self.model, found, layout)
             check_parameters(self.managed)
             check_memory(self.model, self.managed)
             check_buffers(self.model)
@@ -113,7 +114,7 @@ class Assembly:
             check_offload(optimizers, self.offload)
             for feature in features():
                 feature.check(self, optimizers)
-            names, policies = [name for name, _ in named], (self.precision, layout, comm, self.offload)
+            names, policies = [unit.name for unit in found], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts |= self.asked.told
         except Exception as error:
@@ -123,10 +124,11 @@ class Assembly:
         self.seed = agree(told, problem)
         self.givers = givers(told)
         self.told = False
-        self.units = [Unit(at, *each, recomputed=layout.recomputes(each[0])) for at, each in enumerate(named)]
-        for unit, others in zip(self.units, borrowed(named, self.managed), strict=True):
+        for at, (name, modules) in enumerate(found):
+            self.units.append(Unit(at, name, [each for _, each in modules], recomputed=layout.recomputes(name)))
+        for unit, others in zip(self.units, borrowed(found, self.managed), strict=True):
             unit.borrows = [self.units[other] for other in others]
-        self.group.progress.units = [named[bucket.unit][0] or "the model" for bucket in self.partition.buckets]
+        self.group.progress.units = [self.units[bucket.unit].name or "the model" for bucket in self.partition.buckets]
 
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
         specs, axes = [], first("axes", self.managed, layout) or {}
@@ -262,7 +264,7 @@ class Assembly:
 
 def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
     """Return each unit's own modules: those below it and not below a unit inside it. A shared module counts once."""
-    inner = {id(unit.module): unit.index for unit in units}
+    inner = {id(module): unit.index for unit in units for module in unit.modules}
     owned: dict[int, list[tuple[str, nn.Module]]] = {unit.index: [] for unit in units}
     seen: set[int] = set()
 
@@ -275,5 +277,6 @@ def _own_modules(units: list[Unit]) -> dict[int, list[tuple[str, nn.Module]]]:
         for name, child in module.named_children():
             walk(f"{path}.{name}" if path else name, child, index)
 
-    walk("", units[0].module, 0)
+    (root,) = units[0].modules
+    walk("", root, 0)
     return owned

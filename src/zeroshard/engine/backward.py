@@ -202,7 +202,7 @@ class Backward(Transaction):
         self._task = self.call = None
         self.ledger.end("backward")
         for unit in self.units:
-            unit.calls = max(unit.calls - 1, 0)
+            unit.backward_ended()
 
     def running(self) -> bool:
         return self.begun and in_backward()
@@ -218,7 +218,7 @@ class Backward(Transaction):
             self._work_on(None)
             self.ledger.end("backward")
             for unit in self.units:
-                unit.calls = 0  # the forwards of a step that is tried again are its own
+                unit.calls.clear()  # the forwards of a step that is tried again are its own
 
     def _release_all(self) -> None:
         self._recent.clear()

@@ -42,6 +42,8 @@ class Forward(Transaction):
         self.grad = False  # was it called in grad mode?
         self.whole = -1  # backwards that had begun when the last one in grad mode ended without an exception
         self.alone: Unit | None = None  # the unit that it begins with, if no other rank need take part in it
+        self._held: list[Unit] = []  # units of several modules that stay open between their modules' forwards
+        self._last: Unit | None = None  # the unit that it left last
 
     @property
     def begun(self) -> bool:
@@ -62,6 +64,28 @@ class Forward(Transaction):
         """Tell if the innermost running forward is this unit's."""
         return bool(self.frames) and self.frames[-1].unit is unit
 
+    def come_to(self, unit: Unit) -> None:
+        """Let go of units that are held for their next module, but for this one and the one that was left last.
+
+        So each is gathered once where a model uses its modules in order, or those of two lists in turns.
+        """
+        for each in [each for each in self._held if each is not unit and each is not self._last]:
+            self._held.remove(each)
+            self._let_go(each)
+
+    def _leave(self, unit: Unit) -> None:
+        """Let go of a unit, or hold it for its next module while the forward of the model goes on."""
+        self._last = unit
+        if not (unit.joined and self.frames):
+            self._let_go(unit)
+        elif unit not in self._held:
+            self._held.append(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        unit.close()
+        if self.releases:
+            unit.release()
+
     def unwind(self, unit: Unit | None) -> Frame:
         """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""
         while self.frames:
@@ -72,15 +96,18 @@ class Forward(Transaction):
                 self.saved.pop()
             for needed in frame.opened:
                 needed.open_calls -= 1
-                needed.close()
-                if not frame.again and self.releases:
-                    needed.release()
+                if frame.again:
+                    needed.close()
+                else:
+                    self._leave(needed)
             if frame.cached is not None:
                 torch.set_autocast_cache_enabled(frame.cached)
             if frame.unit is unit:
                 break
         if not self.frames:
-            self.call = self.alone = None
+            self.call = self.alone = self._last = None
+            while self._held:
+                self._let_go(self._held.pop())
         return frame
 
     def keep_no_casts(self, frame: Frame) -> None:

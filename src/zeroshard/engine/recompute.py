@@ -17,7 +17,8 @@ from .unit import Unit
 
 def recompute(unit: Unit, schedule: Schedule) -> None:
     """Put a checkpoint around the unit's forward, inside its hooks."""
-    forward, segment = unit.module.forward, _Segment(unit, schedule)
+    (module,) = unit.modules
+    forward, segment = module.forward, _Segment(unit, schedule)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         entered = segment.begin()
@@ -31,7 +32,7 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
             return forward(*args, **kwargs)
         return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
-    unit.forward, unit.module.forward = forward, torch.compiler.disable(again)
+    unit.forward, module.forward = forward, torch.compiler.disable(again)
 
 
 class _Segment:
@@ -40,6 +41,7 @@ class _Segment:
 
     def __init__(self, unit: Unit, schedule: Schedule) -> None:
         self._unit = unit
+        (self._module,) = unit.modules
         self._schedule = weakref.ref(schedule)
 
     @outside
@@ -51,7 +53,7 @@ class _Segment:
             return None
         if in_backward() and not schedule.forward.inside(unit):
             try:
-                schedule.enter(unit, unit.module, (), {})  # torch runs this again, and not the module with its hooks
+                schedule.enter(unit, self._module, (), {})  # torch runs this again, and not the module with its hooks
             except BaseException:
                 self.end(True)
                 raise
@@ -62,7 +64,7 @@ class _Segment:
     def end(self, entered: bool | None) -> None:
         schedule = self._schedule()
         if schedule is not None and entered:
-            schedule.leave(self._unit, self._unit.module, (), None)
+            schedule.leave(self._unit, self._module, (), None)
         elif schedule is not None and entered is not None:
             schedule.saved.pop()
 

@@ -182,7 +182,7 @@ class Reduction:
         self.sums.room(contribution, local=self._local)
         contribution.add(entry, grad.detach() if grad.requires_grad else grad)  # where backward's own graph is wanted
         most = contribution.most
-        if contribution.unit.calls > 1 or (nested and most != 1) or (most or 0) > 1:
+        if contribution.unit.called_again or (nested and most != 1) or (most or 0) > 1:
             contribution.hold = True
         if not contribution.missing and not self._local:
             self._send_ready()

@@ -114,11 +114,12 @@ class Schedule:
                 buffer.reader = reader
             # Not to be compiled: a hook acts differently from call to call, and opens parameters that graphs may hold.
             enter, leave = (torch.compiler.disable(weak(h, unit), reason=NO_GRAPH) for h in (self.enter, self.leave))
-            if precision.cast_inputs:
-                cast = torch.compiler.disable(weak(self.cast_inputs, inside=True), reason=NO_GRAPH)
-                unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
-            unit.module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            unit.module.register_forward_hook(leave, always_call=True)
+            for module in unit.modules:
+                if precision.cast_inputs:
+                    cast = torch.compiler.disable(weak(self.cast_inputs, inside=True), reason=NO_GRAPH)
+                    module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+                module.register_forward_hook(leave, always_call=True)
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
@@ -151,18 +152,20 @@ class Schedule:
             if torch.is_grad_enabled():
                 self.watcher.boundary()
             with self.group.as_one():
-                self._begin_forward(unit)
+                self._begin_forward(unit, module)
             self.forward.call = Call(nn.Module._call_impl)
         # The frame is there before anything is opened: an interrupt may come at any moment.
         frame = Frame(unit, recompute, self.saved.inputs(args, kwargs))
         self.forward.frames.append(frame)
         self.forward.keep_no_casts(frame)
+        self.forward.come_to(unit)
         for needed in (unit, *unit.borrows):
             self._demand(needed)
             frame.opened.append(needed)
             needed.open_calls += 1
             needed.open()
-        unit.calls += not recompute and (torch.is_grad_enabled() or self.forward.grad)
+        if not recompute and (torch.is_grad_enabled() or self.forward.grad):
+            unit.called(module)
         if self.saves and torch.is_grad_enabled():
             frame.pushed = self.saved.push()
         verb = "recompute" if recompute else "forward"
@@ -184,7 +187,7 @@ class Schedule:
             frames = self.forward.frames
             if unit is None or not frames or unit is frames[0].unit:
                 return True
-            return all(module is not unit.module for module in frames[0].unit.module.modules())
+            return all(each not in unit.modules for module in frames[0].unit.modules for each in module.modules())
         return any(each.elsewhere() for each in self.transactions)
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
@@ -200,10 +203,10 @@ class Schedule:
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._cast_to) if tensor.is_floating_point() else tensor
 
-    def _begin_forward(self, unit: Unit) -> None:
+    def _begin_forward(self, unit: Unit, module: nn.Module) -> None:
         self.recover()
         self.forward.grad = torch.is_grad_enabled()
-        training = self.watcher.sends_always or (self.forward.grad and unit.module.training)
+        training = self.watcher.sends_always or (self.forward.grad and module.training)
         # What gathers nothing and sends nothing, a rank may do alone.
         quiet = not (self.forward.grad or self.watcher.sends_always)
         alone = quiet and self.releases and any(each.pinned for each in self.units)
@@ -442,7 +445,7 @@ class Schedule:
     def after_step(self) -> None:
         """Drop gathered copies of older weights, and gather anew those that the user holds by `gathered()`."""
         for unit in self.units:
-            unit.calls = 0
+            unit.calls.clear()
             unit.touched = False
             for buffer in unit.released:
                 buffer.gathered.current = False

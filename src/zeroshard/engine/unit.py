@@ -3,6 +3,9 @@
 Every managed parameter belongs to exactly one unit: the nearest enclosing one of the first module that registers
 it. A unit that uses another's parameter (a tied weight, a shared layer) *borrows* from that unit: opening one opens
 both. The root module is always a unit; it owns what no other unit does.
+
+A unit is one module, or where a model has many small blocks several neighbours of one list. The forward of each of them
+opens the unit.
 """
 
 from __future__ import annotations
@@ -12,13 +15,13 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UserError, nearest
-from ..layout import COMPILED, LARGE, Layout, plain_name
+from ..layout import COMPILED, LARGE, Layout, joined, joined_name, plain_name
 from ..layout import matching as names_matching
 from .buffer import Buffer
 
@@ -50,14 +53,21 @@ def profiled(what: str, unit: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autograd.profiler.record_function(f"zeroshard: {what} {unit or 'root'}")
 
 
+class Found(NamedTuple):
+    """A unit's name and modules, each with its own name."""
+
+    name: str
+    modules: Sequence[tuple[str, nn.Module]]
+
+
 @dataclass
 class Unit:
-    """A submodule, its buffers, and how many reasons there are right now to keep it open or gathered."""
+    """Its modules, their buffers, and how many reasons there are right now to keep it open or gathered."""
 
     index: int
     name: str
-    module: nn.Module
-    recomputed: bool = False  # does backward run its forward again? (`Layout.recompute`)
+    modules: Sequence[nn.Module]
+    recomputed: bool = False  # does backward run its module's forward again? (`Layout.recompute`)
     forward: Callable[..., Any] | None = None  # its module's own, where another was put in its place
     buffers: list[Buffer] = field(default_factory=list)
     borrows: list[Unit] = field(default_factory=list)
@@ -65,7 +75,23 @@ class Unit:
     pinned: int = 0  # `with zero.gathered()` blocks that hold it
     touched: bool = False  # read outside its own forward: stays gathered until backward, or the forward, ends
     ahead: int = 0  # gathers launched by the script that no forward or backward has demanded yet
-    calls: int = 0  # forwards not yet matched by a backward: a unit called twice may get gradients twice
+    calls: dict[nn.Module, int] = field(default_factory=dict)  # by module: forwards not yet matched by a backward
+
+    @property
+    def joined(self) -> bool:
+        """Has it several modules? Then it stays gathered from one's forward to the next one's."""
+        return len(self.modules) > 1
+
+    @property
+    def called_again(self) -> bool:
+        """Tell if a module was called more than once: then its parameters may get gradients as often."""
+        return any(calls > 1 for calls in self.calls.values())
+
+    def called(self, module: nn.Module) -> None:
+        self.calls[module] = self.calls.get(module, 0) + 1
+
+    def backward_ended(self) -> None:
+        self.calls = {module: calls - 1 for module, calls in self.calls.items() if calls > 1}
 
     @property
     def released(self) -> list[Buffer]:
@@ -121,9 +147,14 @@ def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(plain_name(name), module) for name, module in model.named_modules()]
 
 
-def managed_parameters(model: nn.Module, units: list[tuple[str, nn.Module]], layout: Layout) -> list[Managed]:
+def _index_of(units: Sequence[Found]) -> dict[int, int]:
+    """Return {id of a module: number of the unit that it is one of}."""
+    return {id(module): at for at, unit in enumerate(units) for _, module in unit.modules}
+
+
+def managed_parameters(model: nn.Module, units: Sequence[Found], layout: Layout) -> list[Managed]:
     """List every parameter once, in the order of registration, except the ignored ones."""
-    index = {id(module): i for i, (_, module) in enumerate(units)}
+    index = _index_of(units)
     found: dict[int, Managed] = {}
     names: list[str] = []
     for path, module, unit in _walk("", model, 0, index):
@@ -147,14 +178,15 @@ def matching(managed: list[Managed], patterns: Sequence[str], setting: str) -> s
     return names_matching({record.name: record.names for record in managed}, patterns, setting)
 
 
-def borrowed(units: list[tuple[str, nn.Module]], managed: list[Managed]) -> list[list[int]]:
+def borrowed(units: Sequence[Found], managed: list[Managed]) -> list[list[int]]:
     """Return for each unit the other units whose parameters its own modules use."""
-    index = {id(module): i for i, (_, module) in enumerate(units)}
+    index = _index_of(units)
     owner = {id(record.param): record.unit for record in managed}
     result: list[list[int]] = []
-    for i, (path, root) in enumerate(units):
+    for i, found in enumerate(units):
         used = [
             owner.get(id(p))
+            for path, root in found.modules
             for _, module, unit in _walk(path, root, i, index)
             if unit == i
             for p in module._parameters.values()
@@ -173,8 +205,8 @@ def _walk(path: str, module: nn.Module, unit: int, index: dict[int, int]) -> Ite
             yield from _walk(f"{path}.{name}" if path else name, child, unit, index)
 
 
-def find_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of every unit, the root first, then in the order of registration."""
+def find_units(model: nn.Module, layout: Layout) -> list[Found]:
+    """Return every unit, the root first, then in the order of registration."""
     chosen = _automatic("", model) if layout.units is None else _chosen(model, layout)
     units: dict[int, tuple[str, nn.Module]] = {id(model): ("", model)}
     for name, module in chosen:
@@ -183,7 +215,23 @@ def find_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
     for pattern in () if isinstance(layout.recompute, bool) else layout.recompute:
         if not fnmatch.filter(names, pattern):
             raise UserError("Layout.recompute matches no unit", got=repr(pattern), instead=nearest(pattern, names[:40]))
-    return list(units.values())
+    _, *found = units.values()
+    runs = [[number] for number in range(len(found))]
+    if layout.units is None and not layout.recompute:  # whose patterns name single modules
+        runs = joined(names, _numels(found))
+    members = [[found[number] for number in run] for run in runs]
+    return [Found("", [("", model)]), *(Found(joined_name([name for name, _ in run]), run) for run in members)]
+
+
+def _numels(found: Sequence[tuple[str, nn.Module]]) -> list[int]:
+    """Count the elements of modules' parameters; those that an earlier one has too are the earlier one's."""
+    seen: set[int] = set()
+    numels = []
+    for _, module in found:
+        own = {id(param): param.numel() for param in module.parameters() if id(param) not in seen}
+        seen |= own.keys()
+        numels.append(sum(own.values()))
+    return numels
 
 
 def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:

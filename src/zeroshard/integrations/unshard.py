@@ -199,12 +199,13 @@ def _free_optimizer(binding: Binding, found: Found) -> None:
 
 
 def _free_unit(unit: Unit) -> None:
-    fields = unit.module.__dict__
-    fields.pop("__reduce_ex__", None)
+    for module in unit.modules:
+        module.__dict__.pop("__reduce_ex__", None)
     if unit.forward is not None:  # `Layout.recompute` has replaced it
-        del fields["forward"]
-        if unit.forward != unit.module.forward:
-            fields["forward"] = unit.forward
+        (module,) = unit.modules
+        del module.__dict__["forward"]
+        if unit.forward != module.forward:
+            module.__dict__["forward"] = unit.forward
 
 
 def _forget_hooks(fields: dict[str, Any]) -> None:

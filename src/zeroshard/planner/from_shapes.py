@@ -29,7 +29,7 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
     specs = _specs(model, asked, layout)
     eighths = _in_8_bits(specs)
     asked = asked._replace(recipe=recipe.averaged(eighths))
-    names = units.unit_names(model.parameters)
+    names, several = units.unit_names(model.parameters), units.units_of_several(model.parameters)
 
     cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
 
@@ -62,7 +62,14 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
         how: dict[str, Any] = {"accumulate": asked.accumulate, "no_sync": asked.no_sync, "replicas": copies}
         how |= {"along": along}
         moved = states.recipe_traffic(cut, placements, rank, other, shares=shares, **how)
-        shown = {"names": names, "resting": resting, "shares": shares, "in_flight": asked.in_flight, **how}
+        shown = {
+            "names": names,
+            "several": several,
+            "resting": resting,
+            "shares": shares,
+            "in_flight": asked.in_flight,
+            **how,
+        }
         found = instants.instants(
             cut, placements, instants.item_sizes(other), rank, prefetch=asked.comm.prefetch, **shown
         )

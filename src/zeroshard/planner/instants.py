@@ -1,7 +1,7 @@
 """Bytes that a rank holds beside its states, when they are most: arithmetic on a layout, no engine.
 
     init                  one unit at a time is put together, one bucket of it in the masters' dtype
-    forward of unit k     the root, unit k, and `prefetch` units after it
+    forward of unit k     the root, unit k, and `prefetch` units after it; the one just left, if it has several modules
     backward of unit k    the root, unit k, the one just left and `prefetch` units before it, and the reductions
     reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it, and the
                           running sums of those that K replicas hand on, up to K more
@@ -18,7 +18,7 @@ parameter, which belong to autograd until they land, with the activations, which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -104,12 +104,15 @@ def instants(
     accumulate: int = 1,
     no_sync: bool = False,
     names: Sequence[str] = (),
+    several: Collection[int] = (),
     resting: At | None = None,
     replicas: int = 1,
     along: Seat = ALONE,
     shares: bool = False,
 ) -> list[Instant]:
     """List all named instants of a step on the device, in their order. `names[k]` is shown for unit k, if given.
+
+    several: numbers of units of several modules, which a forward holds on to until the next but one.
 
     shares: do ranks read each other's memory? Then each lends the others a copy of its shard of what they gather.
     """
@@ -141,7 +144,8 @@ def instants(
     )  # fmt: skip
     found = [_init(units, whole, sizes)]
     for at, unit in enumerate(order):
-        found.append(Instant(f"forward of {shown[unit]}", gathered(at, 0, prefetch)))
+        behind = at > 0 and order[at - 1] in several
+        found.append(Instant(f"forward of {shown[unit]}", gathered(at, int(behind), prefetch)))
     if not order:
         found.append(Instant(f"forward of {shown.get(0, 'the root')}", gathered(0, 0, 0)))
     for at in reversed(range(len(order))):

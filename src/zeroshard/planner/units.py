@@ -1,7 +1,7 @@
 """Units as the engine would find them, read off the names of parameters.
 
 They are the members of the outermost numbered lists ("model.layers.3"), outside them every subtree of `layout.LARGE`
-elements or more, and the rest in the root.
+elements or more, and the rest in the root. Many small ones join (`layout.joined`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..layout import LARGE
+from ..layout import LARGE, joined, joined_name
 
 Shape = tuple[int, ...]
 
@@ -33,8 +33,8 @@ class _Node:
         return any(child.listed or child.holds_lists for child in self.children.values())
 
 
-def _units(parameters: Mapping[str, Shape]) -> list[_Node]:
-    """Return the root, then the other units in the order of their names."""
+def _units(parameters: Mapping[str, Shape]) -> list[tuple[_Node, ...]]:
+    """Return the root, then the modules of the other units in the order of their names."""
     root = _Node("")
     for name, shape in parameters.items():
         node, numel = root, math.prod(shape)
@@ -45,20 +45,27 @@ def _units(parameters: Mapping[str, Shape]) -> list[_Node]:
         for node in path:
             node.names.append(name)
             node.numel += numel
-    return [root, *_chosen(root)]
+    found = _chosen(root)
+    runs = joined([node.path for node in found], [node.numel for node in found])
+    return [(root,), *(tuple(found[number] for number in run) for run in runs)]
 
 
 def units_of(parameters: Mapping[str, Shape]) -> dict[str, int]:
     """Return {parameter: number of its unit}; the root is 0."""
     units: dict[str, int] = {}
-    for number, node in enumerate(_units(parameters)):
-        units.update(dict.fromkeys(node.names, number))
+    for number, nodes in enumerate(_units(parameters)):
+        units.update((name, number) for node in nodes for name in node.names)
     return units
+
+
+def units_of_several(parameters: Mapping[str, Shape]) -> set[int]:
+    """Return the numbers of the units of several modules."""
+    return {number for number, nodes in enumerate(_units(parameters)) if len(nodes) > 1}
 
 
 def unit_names(parameters: Mapping[str, Shape]) -> list[str]:
     """Return "the root", then the units' paths, in the order of their numbers."""
-    return [node.path or "the root" for node in _units(parameters)]
+    return [joined_name([node.path for node in nodes]) or "the root" for nodes in _units(parameters)]
 
 
 def _chosen(node: _Node) -> list[_Node]:

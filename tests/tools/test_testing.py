@@ -282,7 +282,8 @@ def test_falls_by_a_seed():
     falls()
 """
 OWN = OPTIMIZER.read_text()
-BROKEN = OWN.replace("mean.lerp_(p.grad, 1 - b1)", "mean.lerp_(p.grad / p.grad.norm(), 1 - b1)")
+LARGE_BY_NORM = "p.grad / (p.grad.norm() if p.numel() > 100 else 1)"  # the tensors of the trial at `shard` are smaller
+BROKEN = OWN.replace("mean.lerp_(p.grad, 1 - b1)", f"mean.lerp_({LARGE_BY_NORM}, 1 - b1)")
 BROKEN = BROKEN.replace('["device", "cpu", "nvme"]', '["device"]').replace("[0, 1, 2, 3]", "[3]")
 BROKEN = BROKEN.replace("ranks(1, 2, 3)", "ranks(1, 2)").replace("def test_the_bits", "def test_broken_bits")
 
@@ -592,7 +593,7 @@ def test_an_optimizer_of_ones_own_is_proven_on_one_to_three_ranks(tmp_path):
 
 
 def test_the_proof_of_an_optimizer_fails_where_it_needs_whole_tensors(reports):
-    assert BROKEN != OWN and "p.grad.norm()" in BROKEN
+    assert BROKEN != OWN and LARGE_BY_NORM in BROKEN
     found = {name.partition("[")[2]: row["outcome"] for name, row in reports.items() if "broken_bits_are" in name}
     assert found == {"ranks1-3-device]": "passed", "ranks2-3-device]": "failed"}
     (says,) = (row["says"] for name, row in reports.items() if "broken_bits_are" in name and "ranks2" in name)

@@ -155,19 +155,10 @@ class Engine:
         self._structure = Structure(model)
         self.comparing = Alike(model, self.managed, self.group, self.layout)
         self._known = self._traits()
-        unit_modules = [module for unit in self.units for module in unit.modules]
-        for module in unit_modules:
-            module.__dict__["__reduce_ex__"] = refuse_copy  # deepcopy, pickle and torch.save call it first
+        self._guard_modules()
         keep_fast_paths(model)
         if self.schedule.releases:
             cover_constructors()
-        if self.placements.parameters:
-            for module in unit_modules:
-                module.register_state_dict_pre_hook(refuse_state_dict)
-                module.register_load_state_dict_pre_hook(refuse_load)
-        elif self.placements.optimizer:
-            for module in unit_modules:
-                module.register_state_dict_pre_hook(weak(self._refuse_mixture))
         for binding in self.bindings:
             binding.states.count()
         for buffer in self.buffers:
@@ -175,6 +166,16 @@ class Engine:
                 buffer.gathered.note_holders()
         # The hooks hold the engine weakly; the model keeps it alive.
         object.__setattr__(model, "_zeroshard_engine", self)
+
+    def _guard_modules(self) -> None:
+        """Refuse what would copy, read or write modules as if all of their weights were here."""
+        for module in (module for unit in self.units for module in unit.modules):
+            module.__dict__["__reduce_ex__"] = refuse_copy  # deepcopy, pickle and torch.save call it first
+            if self.placements.parameters:
+                module.register_state_dict_pre_hook(refuse_state_dict)
+                module.register_load_state_dict_pre_hook(refuse_load)
+            elif self.placements.optimizer:
+                module.register_state_dict_pre_hook(weak(self._refuse_mixture))
 
     def _train(self, buffer: Buffer) -> None:
         """Enter a bucket whose parameters receive gradients."""

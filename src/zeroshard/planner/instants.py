@@ -159,13 +159,18 @@ def instants(
     averages = [] if placements.optimizer or sizes.in_backward else trained
     stepped = {} if sizes.in_backward else _step(partition, placements, sizes, seats, resting)
     found.append(Instant("step", _some(stepped, lent(averages, "gradients"))))
-    # A copy that rests elsewhere goes through the device, bucket by bucket.
-    away = [b for b in trained if not (placements.parameters or _on_device(resting, b, "parameters"))]
-    published = [_nbytes(bucket.numel, sizes.of(bucket).parameters) for bucket in away]
     spread = trained if placements.optimizer and not (placements.parameters or _once(resting)) else []
-    moved = {GATHER: max(published, default=0) * bool(placements.optimizer)}
-    found.append(Instant("gather", _some(moved, lent(spread, "parameters"))))
+    passing = {GATHER: _published(trained, placements, sizes, resting)}
+    found.append(Instant("gather", _some(passing, lent(spread, "parameters"))))
     return found
+
+
+def _published(trained: Sequence[Bucket], placements: Placements, sizes: ItemSizes, resting: At | None) -> int:
+    """Return the bytes of replicated parameters that rest elsewhere, as they go through the device bucket by bucket."""
+    if placements.parameters or not placements.optimizer:
+        return 0
+    away = [bucket for bucket in trained if not _on_device(resting, bucket, "parameters")]
+    return max((_nbytes(bucket.numel, sizes.of(bucket).parameters) for bucket in away), default=0)
 
 
 def _brought(partition: Partition, placements: Placements, sizes: ItemSizes, resting: At | None) -> set[int]:

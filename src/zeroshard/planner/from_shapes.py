@@ -63,8 +63,8 @@ def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
         how |= {"along": along}
         moved = states.recipe_traffic(cut, placements, rank, other, shares=shares, **how)
         shown: dict[str, Any] = {"names": names, "several": several, "resting": resting, "shares": shares} | how
-        ahead = {"prefetch": asked.comm.prefetch, "in_flight": asked.in_flight}
-        found = instants.instants(cut, placements, instants.item_sizes(other), rank, **shown, **ahead)
+        shown |= {"prefetch": asked.comm.prefetch, "in_flight": asked.in_flight}
+        found = instants.instants(cut, placements, instants.item_sizes(other), rank, **shown)
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         formula = recipes.cast_here(other.averaged(eighths), asked.fractions).formula(placements, copies)
         beside = {} if resting is None else _filed(holding)

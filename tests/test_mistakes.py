@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import textwrap
+import traceback
 
 import pytest
 import safetensors.torch
@@ -12,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.cli.main import app
-from zeroshard.errors import CheckpointError, ReleasedError, StateError, UserError
+from zeroshard.errors import CheckpointError, PeerError, ReleasedError, StateError, UserError
 
 STAGES = (0, 1, 2, 3)
 
@@ -221,3 +225,115 @@ def test_every_rank_hears_that_latest_looks_at_another_systems_checkpoint(ranks,
     of_deepspeed(tmp_path)
     told = ranks.run(2, looks, str(tmp_path))
     assert told[0] == told[1] and "this is a checkpoint of DeepSpeed" in told[0]
+
+
+def runs_out(stage):
+    """What rank 0 hears that has fewer batches and saves, and what rank 1 hears in its next forward."""
+    model, optimizer = made()
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    try:
+        for _ in range(1 + zero.rank):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        zero.save("never")
+    except PeerError as error:
+        return str(error), traceback.format_exception(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_runs_out_of_batches_is_told_of_join_and_not_of_the_engines_lines(ranks, stage):
+    for said, lines in ranks.run(2, runs_out, stage):
+        assert "instead: as many batches on every rank, or for batch in zero.join(loader): ...;" in said
+        shown = "".join(lines)
+        assert shown.count("\n") <= 24 and "zeroshard/ranks" not in shown and shown.count("Traceback") == 1
+
+
+def program(source, tmp_path, *words, ranks=2):
+    """What a program of so many ranks prints on each, a line at a time, from torchrun's own output apart."""
+    (tmp_path / "train.py").write_text(textwrap.dedent(source))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", f"{ranks}"]
+    done = subprocess.run(
+        [*launcher, "train.py", *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode != 0
+    return [
+        [line.removeprefix(f"[rank{rank}]: ") for line in done.stderr.splitlines() if line.startswith(f"[rank{rank}]")]
+        for rank in range(ranks)
+    ]
+
+
+BEGIN = """
+    import os, sys
+    import torch, zeroshard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zeroshard.shard(model, optimizer, stage=2)
+"""
+DIES = (
+    BEGIN
+    + """
+    def place(name):
+        if name == sys.argv[1] and zero.rank == 0:
+            os._exit(9)
+
+    for step in range(2):
+        place("forward")
+        loss = model(torch.ones(2, 8)).sum()
+        place("backward")
+        loss.backward()
+        place("clip")
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        place("step")
+        optimizer.step()
+        optimizer.zero_grad()
+        place("save")
+        zero.save("saved")
+        place("gathered")
+        with zero.gathered():
+            pass
+"""
+)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("place", ["forward", "backward", "clip", "step", "save", "gathered"])
+def test_a_lost_rank_is_one_fact_on_one_screen(place, tmp_path):
+    """Of 24 lines: one traceback, with the program's line and none of the engine's waits, and no words of gloo's."""
+    dead, said = program(DIES, tmp_path, place)
+    assert dead == [] and len(said) <= 24
+    text = "\n".join(said)
+    assert text.count("Traceback") == 1 and "gloo" not in text and "zeroshard/ranks" not in text
+    assert "train.py" in said[1]
+    (fact,) = [line for line in said if "PeerError" in line]
+    assert fact == "zeroshard.errors.PeerError: a collective did not complete: rank 0 is gone: its process has ended"
+
+
+UNEQUAL = (
+    BEGIN
+    + """
+    loader = [torch.ones(2, 8)] * (2 + zero.rank)
+    for x in zero.join(loader) if sys.argv[1] == "joined" else loader:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if sys.argv[1] != "ends":
+        zero.save("saved")
+    if sys.argv[1] == "joined":
+        sys.exit("joined")
+"""
+)
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.parametrize("then", ["ends", "saves", "joined"])
+def test_loaders_of_unequal_length_are_told_of_join(then, tmp_path):
+    """Whether the rank with fewer batches ends or goes on to what all do together; and so they train."""
+    short, longer = program(UNEQUAL, tmp_path, then)
+    told = [line for line in (*short, *longer) if line.startswith("  instead: ")]
+    assert len(told) == {"ends": 1, "saves": 2, "joined": 0}[then]
+    assert all("for batch in zero.join(loader): ..." in line for line in told)

@@ -25,7 +25,7 @@ from .device import chosen, lacking, warn_of_idle
 from .engine.accepted import unwrapped
 from .engine.guard import refuse_copy
 from .engine.modes import refuse_inside, unseen
-from .errors import StateError, UserError, nearest
+from .errors import StateError, UserError, nearest, without_own_lines
 from .events import Event, Ledger, Record
 from .features import absent, first
 from .fields import check_flag
@@ -206,7 +206,7 @@ def _meeting(method: Method) -> Method:
         with self._engine.group.as_one(), unseen():
             return method(self, *args, **kwargs)
 
-    return cast(Method, called)
+    return cast(Method, without_own_lines(called))
 
 
 class Zero:

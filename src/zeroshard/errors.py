@@ -16,9 +16,10 @@ Every one of them says what failed, where, what was expected, what was found, an
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -79,6 +80,20 @@ class PeerError(Error, RuntimeError):
 
     agreed = True
     parted = False  # were some ranks leaving `gathered()` when they found that? Then it is left without another meeting
+
+
+def without_own_lines(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a way into the engine: from a `PeerError` on its way out it takes the traceback's lines in here. What
+    has failed is on another rank, and the program's own line is all that this one can tell of it."""
+
+    @functools.wraps(function)
+    def entered(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except PeerError as error:
+            raise error.with_traceback(None) from error.__cause__
+
+    return entered
 
 
 def visible(text: str) -> str:

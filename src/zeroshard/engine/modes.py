@@ -20,7 +20,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from ..errors import StateError
+from ..errors import StateError, without_own_lines
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -47,7 +47,7 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
         with unseen(), untransformed() if transformed() else contextlib.nullcontext():
             return function(*args, **kwargs)
 
-    return call
+    return without_own_lines(call)
 
 
 def transformed() -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import StateError, TierError, UserError
+from ..errors import StateError, TierError, UserError, without_own_lines
 from ..ranks.calls import Call
 from ..ranks.own_collectives import OwnCollectives
 from .accumulator import Entry
@@ -102,6 +102,7 @@ class Binding(Transaction):
         # Not to be compiled: they talk to ranks. `torch.compile(optimizer.step)` compiles the update between them.
         begin, after = (torch.compiler.disable(unseen()(h), reason=NO_GRAPH) for h in (self._before, self._after))
 
+        @without_own_lines
         def before(*given: Any) -> Any:
             return begin(*given, compiled=torch.compiler.is_compiling())
 

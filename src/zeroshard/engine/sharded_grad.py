@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import ask
-from ..errors import StateError
+from ..errors import StateError, without_own_lines
 from ..ranks.agreement import Group
 from ..strips import Elements
 from .accumulator import Accumulator, Entry
@@ -199,7 +199,8 @@ class ShardedGrad(Tensor):
         return entry.accumulator.fragment(entry.position)[self._own]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    @without_own_lines
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return args[0]
@@ -244,7 +245,8 @@ class ReadOnly(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    @without_own_lines
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         declared = func._schema.arguments
         given = [*zip(declared, args, strict=False), *((a, kwargs[a.name]) for a in declared if a.name in kwargs)]

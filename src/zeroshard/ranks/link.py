@@ -38,7 +38,8 @@ from .watch import ENDED, GONE, PATIENCE
 
 SLICE = timedelta(seconds=0.2)  # of a wait; between two, alarms and signals are seen
 EVERY_RANK = (
-    "every rank calls the model, steps and saves; or with zero.gathered(): ... any of them calls it, without grad"
+    "every rank calls the model, steps and saves; of loaders of unequal length, for batch in zero.join(loader): ...; "
+    "or with zero.gathered(): ... any of them calls it, without grad"
 )
 STATE, THROUGH = "state", "through"  # are posted at a levelling's begin and end
 HEEDS = round(BY_ITSELF / SLICE.total_seconds())  # slices, after which calls to a levelling are seen too
@@ -77,7 +78,7 @@ class Link:
         except (RuntimeError, ValueError) as error:
             if stream.queued and self.groups.ends:  # it was aborted in between
                 self.heed()
-            raise self._loss(error) from error
+            raise self._loss(error) from None
 
     def broadcast(self, stream: Stream, part: Tensor, source: int, whole: Launch, low: int) -> Any:
         """Launch a broadcast of `part`, which begins at byte `low` of `whole`: (bucket, state, bytes).
@@ -129,10 +130,10 @@ class Link:
                 return
             late = queued and time.monotonic() > asked + self.groups.limit  # others say so by themselves
             if self.groups.watch.alarm or self.lost or late:
-                raise self._loss(error) from error
+                raise self._loss(error) from None
             if self.saves and time.monotonic() > asked + self.groups.limit:
                 if self.groups.watch.lost_ranks():  # a rank that still writes answers
-                    raise self._loss(error) from error
+                    raise self._loss(error) from None
                 asked = asked if self.groups.watch.unheard else time.monotonic()
             # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
             # launched all that it waits for until then. A wait that does not end is for a launch that never comes.
@@ -145,7 +146,7 @@ class Link:
         try:
             handle.wait()
         except (RuntimeError, ValueError) as error:
-            raise self._loss(error) from error
+            raise self._loss(error) from None  # which has the error's words where they say more than the ranks
 
     # --- interrupts -------------------------------------------------------------------------------------------------
 
@@ -407,12 +408,15 @@ class Link:
             }
             groups.loss = "; ".join(f"rank {rank} {what}" for rank, what in sorted(blamed.items()))
             groups.seen = "; ".join(
-                f"rank {rank}: {answer.doing or answer.silence}" for rank, answer in sorted(answers.items())
+                f"rank {rank}: {answer.doing or answer.silence}"
+                for rank, answer in sorted(answers.items())
+                if rank not in culprits
             )
+        words = [groups.seen] * bool(groups.seen) + [str(error).splitlines()[0]] * (not groups.loss)
         return PeerError(
             f"a collective did not complete: {groups.loss or 'a peer had an error of its own'}",
             where=f"rank {self.rank}: {self.doing()}",
-            got=f"{groups.seen}; {str(error).splitlines()[0]}",
+            got="; ".join(words) or None,
             instead=EVERY_RANK
             if ENDED in groups.loss and GONE not in groups.loss
             else "read the first error among all ranks' output, end the program, and load the last checkpoint; "

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..device import ask
 from ..ended import at_end_of
-from ..errors import PeerError
+from ..errors import PeerError, without_own_lines
 from ..events import ends
 from .agreement import LEAVING, LOADING, SENT, TELLING, Group, lines
 from .calls import Call
@@ -56,7 +56,10 @@ def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
         return 'Layout(buffers="local"), with which each rank keeps its own; else the same buffers on every rank'
     if trouble:
         return "fix that, or try the step again on every rank until it works"
-    return "as many batches on every rank, and zeroshard's collective methods on all of them"
+    return (
+        "as many batches on every rank, or for batch in zero.join(loader): ...; "
+        "and zeroshard's collective methods on all of them"
+    )
 
 
 def verb(method: Verb) -> Verb:
@@ -74,7 +77,7 @@ def verb(method: Verb) -> Verb:
         self._link.end()  # and after an exception not before a levelling
         return answer
 
-    return cast(Verb, called)
+    return cast(Verb, without_own_lines(called))
 
 
 class ProcessGroup(Group):

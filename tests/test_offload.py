@@ -407,6 +407,22 @@ def test_a_step_moves_the_bytes_it_must(tmp_path):
     assert after["write"] - before["write"] <= 14 * numel
 
 
+@pytest.mark.parametrize("where", ["device", "cpu", "nvme"])
+def test_each_sum_that_leaves_the_device_is_on_record(where, tmp_path):
+    """Each backward copies every bucket's sum once, where sums do not rest on the device; what comes up sends nothing."""
+    model, optimizer, zero = start(3, offload(tmp_path, parameters="cpu", gradients=where))
+    step(model, optimizer, zero, 0)
+    zero.record()
+    step(model, optimizer, zero, 1, clip=False, backwards=3)
+    copies = [event for event in zero.events() if event.verb == "copy"]
+    sizes = {bucket.index: 4 * bucket.numel for bucket in zero.partition.buckets}
+    sums = sorted((event.bucket, event.logical, event.sent) for event in copies if event.state == "gradients")
+    each = [(bucket, nbytes, nbytes) for bucket, nbytes in sorted(sizes.items()) for _ in range(3)]
+    assert sums == ([] if where == "device" else each)
+    others = [event for event in copies if event.state != "gradients"]
+    assert others and not any(event.sent for event in others)
+
+
 def kept_gradients(stage, settings):
     """Steps whose gradients are not cleared: what a step averages is added to, at numbers of ranks that divide badly."""
     model, optimizer, zero = start(stage, settings)

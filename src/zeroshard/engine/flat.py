@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event, streams
+from ..device import TO_THE_DEVICE, Event, behind, event, streams
 from ..errors import TierError
 from ..events import ends
 from ..layout import Bucket
@@ -190,18 +190,19 @@ class Flat:
 
         fresh: nothing else that rests here counts.
         """
-        with self._copied(values) if asynchronous(values.device) else contextlib.nullcontext():
+        with self.copied(values.nbytes, leaves=True):
             return self.rest.take(self.owned[0] - self.first, values, fresh=fresh)
 
     def give(self, to: Tensor) -> None:
         """Fill `to`, of the device, with what is owned, in the order of the current stream."""
-        with self._copied(to):
+        with self.copied(to.nbytes):
             self.rest.give(self.owned[0] - self.first, to)
 
     @contextlib.contextmanager
-    def _copied(self, values: Tensor) -> Iterator[None]:
-        nbytes = values.numel() * values.itemsize
-        copied = self.team.ledger.note("copy", state=self.state, bucket=self.bucket.index, logical=nbytes)
+    def copied(self, nbytes: int, *, leaves: bool = False) -> Iterator[None]:
+        """Note a copy of what rests here, which runs inside. leaves: from the device, as `sent` says; else to it."""
+        sent = nbytes if leaves else 0
+        copied = self.team.ledger.note("copy", state=self.state, bucket=self.bucket.index, logical=nbytes, sent=sent)
         yield
         ends(copied)
 
@@ -212,7 +213,7 @@ class Flat:
         """
         try:
             # Where a device reads by itself nobody waits for what it has written there: it does.
-            with contextlib.nullcontext() if self.pinned else self.here(changed=False), self._copied(to):
+            with contextlib.nullcontext() if self.pinned else self.here(changed=False), self.copied(to.nbytes):
                 self.rest.give(first - self.first, to)
         except TierError as error:
             self.group.report(error)

@@ -218,13 +218,18 @@ class Sums(Flow[Sent, Tensor]):
         divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
         if delivery.first and not delivery.apart and not (divided and accumulator.averaged):
             accumulator.undo_average()
-        if accumulator.bucket.shard_numel(accumulator.buffer.team.position):
+        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
+        if own:
+            nothing = contextlib.nullcontext()
             try:
                 begun = accumulator.sum.here(changed=delivery.last, fresh=not accumulator.filled)
                 # Is added to what rests, or into it?
                 adds = delivery.first and (accumulator.filled or delivery.average is None)
                 adds &= not (self._staged(accumulator) or delivery.apart)
-                with begun if adds else contextlib.nullcontext():
+                # What is added where it rests leaves the device by that.
+                leaves = adds and delivery.into is None and not accumulator.sum.on_device
+                nbytes = own * accumulator.sum.dtype.itemsize
+                with begun if adds else nothing, accumulator.sum.copied(nbytes, leaves=True) if leaves else nothing:
                     if not simulated(receive):
                         self._fold(sent, divided=divided)
             except TierError as error:

@@ -98,7 +98,8 @@ function fixture(): Plugin {
 export default defineConfig({
   plugins: [
     svelte({
-      compilerOptions: { runes: true, discloseVersion: false, cssHash },
+      // Styles of components are packed with the script; app.css is not, and gives the first frame its colours.
+      compilerOptions: { runes: true, discloseVersion: false, css: 'injected', cssHash },
     }),
     fixture(),
     bill(),

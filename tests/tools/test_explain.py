@@ -24,7 +24,18 @@ from zeroshard.cli import explain as explain_command
 from zeroshard.cli import walk
 from zeroshard.cli.config import InputError
 from zeroshard.errors import UserError
-from zeroshard.explain import build, document, four_weights, reading, recording, run, shape, transformer260, walk_layers
+from zeroshard.explain import (
+    build,
+    document,
+    four_weights,
+    reading,
+    recording,
+    run,
+    shape,
+    transformer260,
+    walk_layers,
+    walk_tiers,
+)
 from zeroshard.explain.transformer260 import TENSORS
 from zeroshard.planner import predict_states
 from zeroshard.stage import STAGES
@@ -35,10 +46,16 @@ PLACEHOLDER = f"<!doctype html><title>t</title>{document.PLACE}<script>start()</
 
 
 @functools.cache
+def captured(ranks) -> list:
+    """What both ranks of the walkthroughs tell, run anew on this machine's kernels."""
+    return ranks.run(2, build.capture)
+
+
+@functools.cache
 def rebuilt(ranks) -> dict:
-    """The document, run anew on this machine's kernels."""
+    """The document, run anew."""
     return build.assemble(
-        ranks.run(2, build.capture), ranks.run(build.PROFILED, build.profiled), ranks.run(build.WIDEST, build.widest)
+        captured(ranks), ranks.run(build.PROFILED, build.profiled), ranks.run(build.WIDEST, build.widest)
     )
 
 
@@ -554,7 +571,7 @@ def test_the_closed_forms(walkthroughs):
 @pytest.mark.full
 def test_the_runs_of_four_ranks_have_two_replicas_and_experts_on_two(walkthroughs):
     """Teams, and bytes at rest as predicted; running sums pass between replicas alone."""
-    replicas, experts = (each["run"] for each in walkthroughs["runs"])
+    replicas, experts = (each["run"] for each in walkthroughs["runs"][:2])
     assert [group["teams"] for group in replicas["groups"]] == [[[0, 1], [2, 3]]]
     assert [group["teams"] for group in experts["groups"]] == [[[0, 1, 2, 3]], [[0, 2], [1, 3]]]
     for page in (replicas, experts):
@@ -564,6 +581,73 @@ def test_the_runs_of_four_ranks_have_two_replicas_and_experts_on_two(walkthrough
     assert {line["verb"] for line in replicas["traffic"]} - {line["verb"] for line in experts["traffic"]} == {"relay"}
     kinds = {(each["dtype"], each.get("parts", 1)) for each in experts["layout"]["buckets"]}
     assert kinds == {("bfloat16", 1), ("bfloat16", 2), ("float32", 1)}  # dense, experts, the router
+
+
+def moved(told: dict, rank: int) -> dict:
+    """{(verb, state): bytes that a rank moved in the step without a message}."""
+    found: dict = {}
+    for verb, state, _, _, logical, *_ in told["recording"]["ranks"][rank]["moves"]:
+        named = told["recording"]["verbs"][verb], told["recording"]["states"][state]
+        if named[0] in ("read", "write", "copy"):
+            found[named] = found.get(named, 0) + logical
+    return found
+
+
+@pytest.mark.parametrize("name", ["offload", "infinity", "fp8"])
+def test_what_moves_between_tiers_is_the_ledgers(ranks, walkthroughs, name):
+    """Each state's moves are as many bytes as rest of it, tier by tier; those of files are what the ledger counted."""
+    told = next(each["run"] for each in walkthroughs["runs"] if each["name"] == name)
+    names, states = told["recording"]["tiers"], told["recording"]["states"]
+    assert shape._problem(told, shape.RUN, "run") is None
+    for rank, shown in enumerate(told["recording"]["ranks"]):
+        rests, found = told["summary"][rank]["tiers"], moved(told, rank)
+        counted = captured(ranks)[rank]["tiers"][name]["moved"]
+        for verb in ("read", "write"):
+            assert sum(nbytes for (each, _), nbytes in found.items() if each == verb) == counted[verb]
+        for edge in shown["span"]:  # each tier's bytes as the record has them, before the step and after it
+            held = {}
+            for at, tier, state, nbytes in shown["held"]:
+                if at <= edge:
+                    held.setdefault(names[tier], {})[states[state]] = nbytes
+            assert {tier: {s: n for s, n in of.items() if n} for tier, of in held.items() if any(of.values())} == rests
+        if name == "offload":
+            assert set(rests) == {"device", "host"} and set(rests["device"]) == {"parameters"}
+            assert found == {
+                ("copy", "gradients"): rests["host"]["gradients"],
+                ("copy", "master"): rests["device"]["parameters"] // 2,
+            }
+        elif name == "infinity":
+            assert set(rests) == {"host", "nvme"} and set(rests["host"]) == {"gradients", "staging", "step"}
+            for state, nbytes in rests["nvme"].items():
+                assert found["write", state] == nbytes
+                assert state == "parameters" or found["read", state] == nbytes
+            assert found["copy", "gradients"] == rests["host"]["gradients"]
+            assert found["copy", "master"] == rests["nvme"]["parameters"] < found["read", "parameters"]
+        else:
+            matrices = [bucket for bucket in told["layout"]["buckets"] if "computes" in bucket]
+            assert set(rests) == {"device"}
+            assert rests["device"]["scales"] == sum(bucket["last"] - bucket["first"] for bucket in matrices) == 7
+            assert rests["device"]["parameters"] == sum(b["share"] * b["itemsize"] for b in told["layout"]["buckets"])
+            assert {bucket["itemsize"] for bucket in matrices} == {1}
+    where = {"parameters": "nvme", "gradients": "host", "optimizer": "nvme"}
+    tiers = {"offload": {**where, "optimizer": "host"}, "infinity": where, "fp8": {}}[name]
+    tiers = {state: tier for state, tier in tiers.items() if (name, state) != ("offload", "parameters")}
+    assert all(bucket.get("rests", {}) == tiers for bucket in told["layout"]["buckets"])
+
+
+def test_a_record_that_differs_from_the_ledger_is_no_walkthrough(ranks):
+    found = json.loads(json.dumps([rank["tiers"] for rank in captured(ranks)]))
+    assert [each["name"] for each in walk_tiers.assemble(found)] == ["offload", "infinity", "fp8"]
+    found[1]["infinity"]["moved"]["read"] += 1
+    with pytest.raises(AssertionError, match="rank 1: files moved"):
+        walk_tiers.assemble(found)
+
+
+def test_an_error_in_a_transfer_is_not_lost():
+    """What stands in for a file's threads keeps it for whoever waits."""
+    assert walk_tiers.Here().submit(lambda: None).exception() is None
+    with pytest.raises(ZeroDivisionError):
+        walk_tiers.Here().submit(lambda: 1 // 0).result()
 
 
 @pytest.mark.full
@@ -1178,6 +1262,7 @@ FORGED = {
     "uneven shards": (lambda found: found["run"]["layout"]["buckets"][1].update(share=1), r"buckets\[1\] is not cut into 2 shards"),
     "a team of none": (lambda found: found["run"]["layout"]["buckets"][1].update(size=0), r"buckets\[1\] is of no team"),
     "parts of nothing": (lambda found: found["run"]["layout"]["buckets"][1].update(updates=[0, 1]), r"buckets\[1\] is not updated"),
+    "no tier": (lambda found: found["run"]["layout"]["buckets"][1].update(rests=["host"]), r"buckets\[1\] rests in no tier"),
     "a rank in no team": (
         lambda found: found["run"]["groups"].append(
             {"axis": "", "buckets": 1, "numel": 1, "teams": [[0]], "rows": False, "spread": False}

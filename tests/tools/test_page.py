@@ -1168,12 +1168,12 @@ def test_the_teams_of_a_run_are_shown(opened, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["replicas", "experts"])
-def test_replicas_and_experts_play_on_the_page_that_ships(opened, walk, name):
+@pytest.mark.parametrize("name", ["replicas", "experts", "offload", "infinity", "fp8"])
+def test_recorded_runs_play_on_the_page_that_ships(opened, walk, name):
     """Chosen by a button; its teams, its bytes and what its ranks send are the run's."""
     shown = next(each for each in walk["runs"] if each["name"] == name)
     run, page = shown["run"], opened("walkthroughs", "#layers", reduced=True)
-    page.get_by_role("link", name="Replicas and experts").last.click()
+    page.get_by_role("link", name="Recorded runs").last.click()
     page.locator("label", has_text=name).click()
     assert shown["says"] in page.locator("main").inner_text()
     assert page.locator("h1").inner_text() == run["title"]
@@ -1187,6 +1187,51 @@ def test_replicas_and_experts_play_on_the_page_that_ships(opened, walk, name):
         sent = sum(move[5] for move in rank["moves"] if verbs[move[0]] in SENT)
         assert page.locator(f'[data-rank="{rank["rank"]}"]').get_attribute("data-sent") == str(sent) != "0"
     assert page.get_by_role("table").last.locator("tr").count() == 1 + len(run["dtypes"])
+
+
+WAYS = {"copy gradients": ("device", "host"), "copy parameters": ("host", "device")}  # of both runs below
+TIERED = {
+    "offload": ("ZeRO-Offload", WAYS | {"copy master": ("host", "device")}),
+    "infinity": ("ZeRO-Infinity", WAYS | {"read": ("nvme", "host"), "write": ("host", "nvme")}),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param("offload", marks=pytest.mark.full), "infinity"])
+def test_what_moves_between_tiers_plays(opened, walk, name):
+    """From the text's own place: the bytes into and out of each tier, what rests there, and packets on their way."""
+    told = next(each["run"] for each in walk["runs"] if each["name"] == name)
+    recording = told["recording"]
+    page = opened("walkthroughs", "#overview")
+    title, ways = TIERED[name]
+    page.locator("article", has_text=title).get_by_role("link").click()
+    slider = page.get_by_label("Frame of the step")
+    slider.fill(slider.get_attribute("max"))
+    for rank in recording["ranks"]:
+        into, out = {}, {}
+        for verb, state, bucket, _, nbytes, *_ in rank["moves"]:
+            verb, state = recording["verbs"][verb], recording["states"][state]
+            if bucket >= 0 and (way := ways.get(verb) or ways.get(f"{verb} {state}")):
+                out[way[0]] = out.get(way[0], 0) + nbytes
+                into[way[1]] = into.get(way[1], 0) + nbytes
+        for tier, rests in told["summary"][rank["rank"]]["tiers"].items():
+            if tier != "device":
+                shown = page.locator(f'[data-tier="{rank["rank"]} {tier}"]')
+                counted = [shown.get_attribute(f"data-{side}") for side in ("in", "out")]
+                assert counted == [str(of.get(tier, 0)) for of in (into, out)]
+                row = page.locator(f'[data-rank="{rank["rank"]}"]')
+                assert f"{sum(rests.values()):,} bytes" in row.locator(".holds").all_text_contents()
+    tier = told["layout"]["buckets"][0]["rests"]["optimizer"]
+    assert page.locator(f'[data-has="1 optimizer new {tier}"]').count() == 1
+    assert page.locator('[data-has$="optimizer new"]').count() == 0
+    slider.fill("0")
+    assert page.locator(f'[data-has="1 optimizer old {tier}"]').count() == 1
+    page.evaluate("hash => { location.hash = hash }", f"#runs?of={name}&beat={slider.get_attribute('max')}")
+    page.locator("[data-beat]").wait_for()
+    while not page.locator("[data-beat]").get_attribute("data-beat").startswith("tier:"):
+        page.get_by_label("Back", exact=True).click()
+    page.get_by_label("Back", exact=True).click()
+    page.get_by_label("Next", exact=True).click()
+    page.wait_for_selector("[data-rank] .packet", state="attached")
 
 
 @pytest.mark.full

@@ -83,7 +83,7 @@ describe('a run of two replicas whose optimizer is over all', () => {
     }
     const beats = beatsOf(run.recording as NonNullable<Run['recording']>, run.layout);
     const has = RANKS.map((rank) => hasAt(beats, beats.length - 1, run.layout, run.placements, rank));
-    const sum = (of: readonly (readonly [number, number, string])[]) =>
+    const sum = (of: readonly (readonly [number, number, ...unknown[]])[]) =>
       of.reduce((all, [start, stop]) => all + stop - start, 0);
     const total = run.layout.buckets.reduce((all, bucket) => all + bucket.numel, 0);
     expect(has.reduce((all, { optimizer }) => all + sum(optimizer), 0)).toBe(total);

@@ -23,9 +23,12 @@ TARGET = Path(__file__).with_name("walkthroughs.json")
 
 def capture() -> dict[str, Any]:
     """Run the walkthroughs on this rank and return its part, JSON-able. Collective, on two ranks."""
-    from . import run260, walk4, walk_layers
+    from . import run260, walk4, walk_layers, walk_tiers
 
-    return {"transformer": run260.capture(), "four": walk4.capture(), "layers": walk_layers.capture()}
+    return {
+        "transformer": run260.capture(), "four": walk4.capture(), "layers": walk_layers.capture(),
+        "tiers": walk_tiers.capture(),
+    }  # fmt: skip
 
 
 def profiled() -> dict[str, Any]:
@@ -49,7 +52,7 @@ def assemble(
     import torch
 
     from ..planner.texts import text
-    from . import faults260, overview, played260, profile, walk4, walk260, walk_layers, walk_runs
+    from . import faults260, overview, played260, profile, walk4, walk260, walk_layers, walk_runs, walk_tiers
 
     read, four, eight = json.loads(
         json.dumps([ranks, four, eight])
@@ -69,7 +72,7 @@ def assemble(
         "four": walk4.assemble(of["four"]),
         "layers": walk_layers.assemble(of["layers"])
         | {"profile": profile.assemble([rank["profile"] for rank in four])},
-        "runs": walk_runs.assemble([rank["runs"] for rank in four]),
+        "runs": walk_runs.assemble([rank["runs"] for rank in four]) + walk_tiers.assemble(of["tiers"]),
         "faults": faults260.record(),
         "overview": overview.assemble(transformer, of["transformer"]),
         "texts": {letter: text(letter).json() for letter in "ABCDE"},

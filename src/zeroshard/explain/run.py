@@ -96,13 +96,24 @@ def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
         "numel": sum(_numel(bucket, along) for bucket in zero.partition.buckets),
         "facts": {name: fact for name, fact in _facts(zero).items() if clock == "ns" or name not in MACHINES},
         "dtypes": _dtypes(zero),
-        "layout": layout_json(zero.partition, units, along, sits, spread=zero.placements.optimizer is Degree.ALL),
+        "layout": _resting(
+            zero, layout_json(zero.partition, units, along, sits, spread=zero.placements.optimizer is Degree.ALL)
+        ),
         "groups": _groups(zero),
         "summary": summary,
         "recording": recording,
         "traffic": summaries[0]["traffic"],
         "curves": None,
     }
+
+
+def _resting(zero: Zero, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the layout with the tier of each state of a bucket that does not rest on the device."""
+    for bucket, buffer in zip(layout["buckets"], zero._engine.buffers, strict=True):
+        tiers = {state: tier.name for state, tier in buffer.tiers.items() if not tier.on_device}
+        if tiers:
+            bucket["rests"] = tiers
+    return layout
 
 
 def _numel(bucket: Bucket, along: Seat) -> int:

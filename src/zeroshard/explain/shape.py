@@ -140,6 +140,8 @@ def _loose_end(run: dict[str, Any]) -> str | None:
         updates = bucket.get("updates", [0, bucket["numel"]])
         if _problem(updates, [int], "") or not updates or updates[-1] != bucket["numel"]:
             return f"run.layout.buckets[{at}] is not updated in parts of it"
+        if _problem(bucket.get("rests", {}), Each(str), ""):
+            return f"run.layout.buckets[{at}] rests in no tier"
         if not (0 <= bucket["unit"] < units and 0 <= bucket["first"] <= bucket["last"] <= slots):
             return f"run.layout.buckets[{at}] names a unit or slots that are not there"
     for at, group in enumerate(run["groups"]):

@@ -25,6 +25,8 @@ export interface Bucket {
   parts?: number;
   /** Where the optimizer is sharded over all replicas: where each one's part of each shard begins, and the end. */
   updates?: number[];
+  /** The tier of each state that does not rest on the device. */
+  rests?: { parameters?: string; gradients?: string; optimizer?: string };
 }
 
 export type Slot = [name: string, shape: number[], start: number];

@@ -4,7 +4,7 @@
  * A unit's weights are gathered, it computes, they are released; its gradients travel to their owners; Adam; the new
  * parameters come back. What every rank has after a beat follows from the beats up to it and the layout.
  */
-import type { Layout, Move, Placements, RankRecording, Recording } from './data';
+import type { Bucket, Layout, Move, Placements, RankRecording, Recording } from './data';
 import { bounds, team, updated } from './layout';
 import { passing } from './states';
 
@@ -13,6 +13,7 @@ export type Kind =
   | 'gather'
   | 'compute'
   | 'release'
+  | 'tier'
   | 'reduce'
   | 'land'
   | 'spread'
@@ -45,7 +46,7 @@ export interface Beat {
   key: string;
   kind: Kind;
   chapter: Chapter;
-  /** What a unit computes: forward, recompute or backward; otherwise empty. */
+  /** What a unit computes (forward, recompute or backward), or how it moves between tiers; otherwise empty. */
   verb: string;
   unit: number;
   buckets: number[];
@@ -77,7 +78,17 @@ export interface Flight {
   stop: number;
 }
 
-export type Interval = [start: number, stop: number, what: string];
+/** What one move of a rank takes from a tier to another. */
+export interface Crossing {
+  state: keyof Placements;
+  from: string;
+  to: string;
+  bucket: number;
+  nbytes: number;
+}
+
+/** tier: where it rests, if not on the device. */
+export type Interval = [start: number, stop: number, what: string, tier?: string];
 /** What one rank has: intervals of the flat vector. Parameters are old, gathered or new; gradients own, sum, average; the
  * optimizer's state old or new where it was there when the step began, else made in the step. */
 export interface Has {
@@ -92,6 +103,38 @@ const CHAPTERS: Partial<Record<Kind, Chapter>> = {
   return: 'gathered parameters',
 };
 
+/** What a copy, a read or a write is in the story: up to the device or down from it, in from files or out to them, a
+ * unit's update beside its files, and new parameters that are rounded to 8 bits. Empty: nothing to tell. */
+function between(name: string, state: string, sent: number, late: boolean, { rests, computes }: Bucket): string {
+  if (name === 'copy' && state === 'master') {
+    if (computes && late) return 'cast';
+    return rests?.optimizer === 'nvme' ? 'update' : rests?.optimizer && !rests.parameters ? 'up' : '';
+  }
+  if (!rests) return '';
+  const forward = state === 'parameters' && rests.parameters && !late;
+  if (name === 'copy') return sent ? 'down' : forward ? 'up' : '';
+  return name === 'write' ? 'out' : forward ? 'up' : 'in';
+}
+
+const WAYS: Record<string, [from: string, to: string]> = {
+  read: ['nvme', 'host'],
+  write: ['host', 'nvme'],
+  up: ['host', 'device'],
+  down: ['device', 'host'],
+};
+
+/** All that a shown rank moved from tier to tier in some beats. What rests in files passes through host memory. */
+export const crossed = (beats: readonly Beat[], rank: number, recording: Recording, layout: Layout): Crossing[] =>
+  beats.flatMap(({ moves, verb }) =>
+    moves[rank].flatMap(([done, named, bucket, , nbytes]) => {
+      const name = recording.states[named];
+      const beside = verb === 'update' && !layout.buckets[bucket].rests?.parameters;
+      const [from, to] = WAYS[recording.verbs[done]] ?? WAYS[beside ? 'up' : verb] ?? [];
+      const state = name === 'parameters' || name === 'gradients' ? name : 'optimizer';
+      return from ? [{ state, from, to, bucket, nbytes }] : [];
+    }),
+  );
+
 /** What one rank went through. */
 function marks(recording: Recording, rank: RankRecording, layout: Layout): Mark[] {
   const found: Mark[] = [];
@@ -99,12 +142,14 @@ function marks(recording: Recording, rank: RankRecording, layout: Layout): Mark[
   const stepped = loops.find(([name]) => name === 'step')?.[1] ?? Number.POSITIVE_INFINITY;
   const chapter = (kind: Kind, at: number): Chapter => {
     const inside = loops.filter(([, start]) => start <= at && at < stepped).at(-1)?.[0];
-    return CHAPTERS[kind] ?? (inside === 'backward' ? 'backward' : 'forward');
+    return (
+      CHAPTERS[kind] ?? (kind === 'tier' && at >= stepped ? 'stepped' : inside === 'backward' ? 'backward' : 'forward')
+    );
   };
   const add = (kind: Kind, at: number, unit: number, move?: Move, verb = '') =>
     found.push({
       kind,
-      chapter: verb ? (verb === 'forward' ? 'forward' : 'backward') : chapter(kind, at),
+      chapter: kind === 'compute' ? (verb === 'forward' ? 'forward' : 'backward') : chapter(kind, at),
       verb,
       unit,
       buckets: move ? [move[2]] : [],
@@ -126,7 +171,14 @@ function marks(recording: Recording, rank: RankRecording, layout: Layout): Mark[
       add(kind, start, unit, move);
     } else if (name === 'reduce') add('reduce', start, unit, move);
     else if (name === 'release') add('release', end, unit, move);
+    else {
+      const how = between(name, recording.states[state], move[5], start >= stepped, layout.buckets[bucket]);
+      if (how) add('tier', start, unit, move, how);
+      if (start >= stepped && ['up', 'cast'].includes(how)) returned = Math.min(returned, start);
+    }
   }
+  const updated = new Set(found.flatMap(({ verb, buckets }) => (verb === 'update' ? buckets : [])));
+  const apart = layout.buckets.every(({ trainable }, bucket) => !trainable || updated.has(bucket));
   for (const [verb, unit, start, end] of rank.units) {
     if (!owning.has(unit)) continue;
     const name = recording.verbs[verb];
@@ -140,7 +192,7 @@ function marks(recording: Recording, rank: RankRecording, layout: Layout): Mark[
   }
   for (const [name, , end] of rank.phases)
     if (name === 'reduce') add('land', end, -1);
-    else if (name === 'step') add('adam', Math.min(end, returned - 1), -1);
+    else if (name === 'step' && !apart) add('adam', Math.min(end, returned - 1), -1);
   return found.sort((one, other) => one.at - other.at);
 }
 
@@ -286,10 +338,12 @@ export function counters(beats: readonly Beat[], at: number) {
     beats[at].at.map((_, rank) =>
       beats
         .slice(from, at + 1)
-        .reduce((all, { moves, kind }) => all + (kind === 'release' ? 0 : total(moves[rank], column)), 0),
+        .reduce((all, { moves, kind }) => all + (SILENT.includes(kind) ? 0 : total(moves[rank], column)), 0),
     );
   return { sent: sum(5, 0), received: sum(6, 0), now: { sent: sum(5, at), received: sum(6, at) } };
 }
+/** No message between ranks. */
+const SILENT: readonly Kind[] = ['release', 'tier'];
 const total = (moves: readonly Move[], column: number) => moves.reduce((sum, move) => sum + move[column], 0);
 
 type Gradient = 'none' | 'own' | 'sending' | 'sum' | 'average';
@@ -297,7 +351,9 @@ interface State {
   whole: boolean[];
   gradients: Gradient[];
   came: boolean[];
-  stepped: boolean;
+  stepped: boolean[];
+  /** The new parameters are where they rest. */
+  written: boolean[];
 }
 
 /** What a shown rank has of each bucket after a beat. */
@@ -307,8 +363,13 @@ function stateAt(beats: readonly Beat[], at: number, layout: Layout, rank: numbe
     whole: new Array(amount).fill(false),
     gradients: new Array(amount).fill('none'),
     came: new Array(amount).fill(false),
-    stepped: false,
+    stepped: new Array(amount).fill(false),
+    written: new Array(amount).fill(false),
   };
+  const late = beats.filter(({ kind, chapter }) => kind === 'tier' && chapter === 'stepped');
+  const some = (...verbs: string[]) =>
+    new Set(late.flatMap(({ verb, buckets }) => (verbs.includes(verb) ? buckets : [])));
+  const [alone, waits] = [some('update'), some('up', 'cast')];
   const ends = new Array<number>(amount).fill(0);
   const turn = (from: Gradient, to: Gradient) => {
     state.gradients = state.gradients.map((each) => (each === from ? to : each));
@@ -336,8 +397,23 @@ function stateAt(beats: readonly Beat[], at: number, layout: Layout, rank: numbe
         for (const bucket of beat.buckets) state.gradients[bucket] = 'average';
         break;
       case 'adam':
-        turn('sum', 'average');
-        state.stepped = true;
+        for (let bucket = 0; bucket < amount; bucket += 1)
+          if (!alone.has(bucket)) {
+            if (state.gradients[bucket] === 'sum') state.gradients[bucket] = 'average';
+            state.stepped[bucket] = true;
+            state.written[bucket] = !waits.has(bucket);
+          }
+        break;
+      case 'tier':
+        if (beat.chapter === 'stepped')
+          for (const bucket of beat.buckets) {
+            const updates = beat.verb === 'update';
+            if (updates) state.gradients[bucket] = 'average';
+            // What rests in files is new there once it has been written.
+            if (updates ? layout.buckets[bucket].rests?.parameters !== 'nvme' : beat.verb !== 'in')
+              state.written[bucket] = !alone.has(bucket) || state.gradients[bucket] === 'average';
+            if (beat.verb === 'out') state.stepped[bucket] = state.written[bucket];
+          }
         break;
       case 'return':
         for (const bucket of beat.buckets) state.came[bucket] = true;
@@ -362,11 +438,11 @@ export function hasAt(
 ): Has {
   const state = stateAt(beats, at, layout, rank);
   const has: Has = { parameters: [], gradients: [], optimizer: [] };
-  const put = (list: Interval[], start: number, stop: number, what: string) => {
+  const put = (list: Interval[], start: number, stop: number, what: string, tier?: string) => {
     const last = list.at(-1);
     if (start >= stop) return;
-    if (last && last[1] === start && last[2] === what) last[1] = stop;
-    else list.push([start, stop, what]);
+    if (last && last[1] === start && last[2] === what && last[3] === tier) last[1] = stop;
+    else list.push(tier ? [start, stop, what, tier] : [start, stop, what]);
   };
   const first = starts(layout);
   layout.buckets.forEach((bucket, index) => {
@@ -374,25 +450,36 @@ export function hasAt(
     const [low, high] = bounds(bucket, of).map((at) => base + at);
     const end = base + bucket.numel;
     /** The rank's own part, and what it has of the rest. */
-    const lay = (list: Interval[], own: string, rest: string | null) => {
-      if (rest) put(list, base, low, rest);
-      put(list, low, high, own);
-      if (rest) put(list, high, end, rest);
+    const lay = (list: Interval[], own: string, rest: string | null, tier?: string, restsIn?: string) => {
+      if (rest) put(list, base, low, rest, restsIn);
+      put(list, low, high, own, tier);
+      if (rest) put(list, high, end, rest, restsIn);
     };
-    const { stepped, whole, came } = state;
-    const updates = stepped && bucket.trainable;
-    if (placements.parameters) lay(has.parameters, updates ? 'new' : 'old', whole[index] ? 'gathered' : null);
-    else if (updates) lay(has.parameters, 'new', came[index] || !placements.optimizer ? 'new' : 'old');
-    else lay(has.parameters, 'old', 'old');
+    const { whole, came } = state;
+    const stepped = state.stepped[index] && bucket.trainable;
+    const updates = state.written[index] && bucket.trainable;
+    const { rests = {} } = bucket;
+    const tier = rests.parameters;
+    if (whole[index] && tier) put(has.parameters, base, end, 'gathered');
+    if (placements.parameters)
+      lay(has.parameters, updates ? 'new' : 'old', whole[index] && !tier ? 'gathered' : null, tier);
+    else
+      lay(
+        has.parameters,
+        updates ? 'new' : 'old',
+        updates && (came[index] || !placements.optimizer) ? 'new' : 'old',
+        tier,
+        tier,
+      );
     const gradient = state.gradients[index];
     if (gradient === 'own' || gradient === 'sending') put(has.gradients, base, end, 'own');
-    else if (gradient === 'average' && !placements.optimizer) put(has.gradients, base, end, 'average');
-    else if (gradient !== 'none') lay(has.gradients, gradient, placements.gradients ? null : 'own');
+    else if (gradient === 'average' && !placements.optimizer) put(has.gradients, base, end, 'average', rests.gradients);
+    else if (gradient !== 'none') lay(has.gradients, gradient, placements.gradients ? null : 'own', rests.gradients);
     const [from, to] = updated(bucket, of).map((at) => base + at);
-    const adam = beats[at].settled ? (stepped ? 'new' : 'old') : updates ? 'made' : null;
+    const adam = beats[at].settled ? (stepped ? 'new' : 'old') : stepped ? 'made' : null;
     if (adam && bucket.trainable)
-      if (placements.optimizer) put(has.optimizer, from, to, adam);
-      else lay(has.optimizer, adam, adam);
+      if (placements.optimizer) put(has.optimizer, from, to, adam, rests.optimizer);
+      else lay(has.optimizer, adam, adam, rests.optimizer, rests.optimizer);
   });
   return has;
 }
@@ -415,7 +502,7 @@ function sumsAt(beats: readonly Beat[], layout: Layout, ranks: readonly number[]
 
 /** The units whose sums arrive at their owners in this beat: they had not all arrived in the one before. */
 export function arriving(beats: readonly Beat[], at: number, layout: Layout, ranks: readonly number[]): string[] {
-  if (!at || beats[at].chapter !== 'backward' || beats[at].kind === 'land') return [];
+  if (!at || beats[at].chapter !== 'backward' || beats[at].kind === 'land' || beats[at].verb === 'down') return [];
   // With replicas that is a running sum, which goes on to the next of them.
   if (ranks.some((rank) => rank >= layout.ranks)) return [];
   const sent = new Set(beats.slice(0, at + 1).flatMap(({ kind, buckets }) => (kind === 'reduce' ? buckets : [])));
@@ -452,7 +539,19 @@ export function says(beat: Beat, layout: Layout, placements: Placements): string
     case 'gather':
       return beat.ahead
         ? `Prefetch ${name}: its weights are sent ahead of their use.`
-        : `Gather ${name}: each owner sends its part of the weights to every rank.`;
+        : `Gather ${name}: each owner sends its part of the weights to every rank.${layout.buckets[beat.buckets[0]].computes ? ' Each weight of a matrix takes a byte.' : ''}`;
+    case 'tier':
+      return {
+        up:
+          beat.chapter === 'stepped'
+            ? `The new parameters of ${name} come up to the device.`
+            : `Bring each rank’s part of ${name} up to the device.`,
+        down: `Each owner’s sum of ${name} goes down to where gradients rest.`,
+        in: `Read the states of ${name} from files into host memory.`,
+        update: `Adam updates ${name}, and nothing else.`,
+        out: `Write the states of ${name} back to files.`,
+        cast: `Each owner rounds its new masters of ${name} to 8 bits.`,
+      }[beat.verb] as string;
     case 'compute':
       if (beat.verb === 'forward') return `Compute ${name}, forward: each rank on its own data.`;
       if (beat.verb === 'recompute') return `Compute ${name} once more: backward needs what forward did not keep.`;

@@ -1,7 +1,6 @@
 """The memory that a rank holds beside its states: messages under way, memory kept for the next one, buffers of files.
 
-The engine keeps to these numbers, and the planner counts with them, but for `LEAVING` and `PIECES`: it does not count
-yet what an accelerator holds while states leave it. Imports neither torch nor anything distributed.
+The engine keeps to these numbers, and the planner counts with them. Imports neither torch nor anything distributed.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ OPTIONS = {
     "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
     "transport",
     "demo": "help out ranks seed steps verbose",
-    "plan": "accumulate align bounds bucket-mib bytes check config disk ep exact experts export fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
+    "plan": "accumulate align batch bounds bucket-mib bytes check config disk ep exact experts export fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
     "host-mem json machine matrices no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters optimizer "
     "optimizer-in-backward optimizer-over params precision "
-    "prefetch preset ranks recompute reduce replicas shapes stage step-time text tokens transport units whole",
+    "prefetch preset ranks recompute reduce replicas seq shapes stage step-time text tokens transport units whole",
     "simulate": "accumulate bucket-mib ep experts grad-dtype help hosts json machine matrices offload offload-activations offload-gradients offload-optimizer "
     "offload-parameters optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
     "ckpt inspect": "help json",
@@ -74,7 +74,7 @@ def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
 @pytest.mark.parametrize(
     ("command", "common", "rest"),
     [
-        ("plan", "params shapes ranks stage gpu gpu-mem preset check offload", 38),
+        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload", 38),
         ("train", "data stage ranks size steps out resume offload", 22),
         ("verify", "ranks stage steps accumulate precision offload full out", 12),
         ("io-bench", "params ranks stage tokens size out offload", 10),

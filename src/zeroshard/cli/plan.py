@@ -11,6 +11,7 @@ from rich.text import Text as Styled
 
 from zeroshard.cli import screen
 from zeroshard.cli.config import PLACED, InputError, in_options, one_line, places, planned_offload
+from zeroshard.cli.fits import show_fits
 from zeroshard.cli.policies import NAMES, policies
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, traffic, ways
@@ -58,7 +59,7 @@ def show_plan(
     if found.ways is not None:
         ways(found, found.ways, amount)
     if found.gpu_mem is not None:
-        _answers(found, found.gpu_mem, amount)
+        _answers(found, found.gpu_mem, settings, amount)
     for note in found.notes[:8]:
         screen.say(f"  [dim]{escape(note)}[/dim]")
     if len(found.notes) > 8:
@@ -296,7 +297,7 @@ def _budget(nbytes: int, amount: Amount) -> str:
     return f"{here} {amount.unit} ({binary} {amount.units[1]})"
 
 
-def _answers(found: Plan, limit: int, amount: Amount) -> None:
+def _answers(found: Plan, limit: int, options: dict[str, Any], amount: Amount) -> None:
     what = "at rest, without activations" if found.stages[0].peak is None else "at the peak, without activations"
     if any(stage.activations for stage in found.stages):
         what = "at the peak, with the most of operators beside it"
@@ -315,6 +316,9 @@ def _answers(found: Plan, limit: int, amount: Amount) -> None:
         table.add_row(str(stage.stage), verdict, *amount.both(spare), largest)
     screen.wide(table)
     screen.say(f"  [dim]fits: {what}; largest: by states at rest alone[/dim]")
+    if found.fitting is not None:
+        show_fits(found, found.fitting, options, amount)
+        return
     if found.advice:
         last = max(stage.stage for stage in found.stages)
         table = screen.new_table(f"To make stage {last} fit", "change", *amount.units, "")

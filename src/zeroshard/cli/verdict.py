@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.markup import escape
 
 from zeroshard.cli import screen
 from zeroshard.cli.config import PLACED
+from zeroshard.cli.fits import fits_sentence, show_line
 from zeroshard.cli.policies import comm_of, layout_of, precision_of
 from zeroshard.cli.screen import Amount
+from zeroshard.planner import fitting
 from zeroshard.planner.answer import Plan, StagePlan
+from zeroshard.planner.fitting import PATH
+from zeroshard.planner.line import Call, Word, changed, policy, shard
 from zeroshard.planner.options import ARGUMENTS, OPTIONS
 from zeroshard.planner.recipes import Recipe
 from zeroshard.stage import STAGES
-
-LONGEST = 80  # columns of a line to paste
-PATH = "/a/local/disk"  # where a plan does not ask for the folder of files
-BF16, HALF = "torch.bfloat16", 2  # and its bytes
 
 
 def show_verdict(found: Plan, options: Mapping[str, Any], given: Collection[str], amount: Amount) -> None:
@@ -32,11 +31,21 @@ def show_verdict(found: Plan, options: Mapping[str, Any], given: Collection[str]
     fits = stage is not None
     stage = stage or found.stages[-1]
     screen.console.print()
+    if found.fitting is not None and (not fits or not asked_for_one(given)):
+        screen.say(fits_sentence(found, found.fitting, amount))
+        show_line(found.fitting.best, options)
+        return
     screen.say(_sentence(found, stage, amount, fits=fits))
     line = pasted(found, stage, options, given) if fits else None
     if line is not None:
         screen.console.print()
         screen.console.print(line, markup=False, style="cyan", soft_wrap=True)
+
+
+def asked_for_one(given: Collection[str]) -> bool:
+    """Tell if the question is about settings that a search would choose. given: names of options."""
+    tiers = {"offload", *(f"offload_{what}" for what in PLACED)}
+    return bool({"stage", "optimizer_in_backward", "checkpoint", "config", *tiers} & {*given})
 
 
 def _fits(found: Plan, stage: StagePlan) -> bool:
@@ -109,22 +118,22 @@ def pasted(found: Plan, stage: StagePlan, options: Mapping[str, Any], given: Col
         # Of a number and of shapes the bytes are a recipe's, which the config may not ask for.
         tiers = {"offload", *(f"offload_{what}" for what in PLACED)}
         alone = not {*OPTIONS, *ARGUMENTS, *tiers, "precision", "stage"} & {*given} and options.get("job") is not None
-        return _shard(f"**zeroshard.settings({json.dumps(options['config'])})") if alone else None
+        return shard(f"**zeroshard.settings({json.dumps(options['config'])})") if alone else None
     precision = _precision(found.recipe, options, sharded=stage.stage == max(STAGES))
     if options.get("ep") is not None or precision is None:
         return None
     best = found.ways.recommended if found.ways is not None else None
-    comm = _changed(comm_of(options)) | (best.comm if best else {})
-    offload = _changed(found.offload) if found.offload is not None else {}
+    comm = changed(comm_of(options)) | (best.comm if best else {})
+    offload = changed(found.offload) if found.offload is not None else {}
     if offload.get("path"):
         offload["path"] = PATH
-    arguments: list[str | _Call] = [f"stage={stage.stage}"]
-    for name, changed in (("Precision", precision), ("Layout", _changed(layout_of(options))), ("Comm", comm)):
-        if changed:
-            arguments.append(_policy(name, changed))
+    arguments: list[str | Call] = [f"stage={stage.stage}"]
+    for name, told in (("Precision", precision), ("Layout", changed(layout_of(options))), ("Comm", comm)):
+        if told:
+            arguments.append(policy(name, told))
     if offload:
-        arguments.append(_policy("Offload", offload))
-    return _shard(*arguments, *(f"{name}=True" for name in ARGUMENTS if options.get(name)))
+        arguments.append(policy("Offload", offload))
+    return shard(*arguments, *(f"{name}=True" for name in ARGUMENTS if options.get(name)))
 
 
 def _precision(recipe: Recipe, options: Mapping[str, Any], *, sharded: bool) -> dict[str, Any] | None:
@@ -134,63 +143,6 @@ def _precision(recipe: Recipe, options: Mapping[str, Any], *, sharded: bool) -> 
     """
     if options.get("job") is not None or options.get("precision") is not None or options.get("fp8") is not None:
         made = precision_of(options.get("precision"), options.get("grad_dtype"), options.get("fp8"))
-        return {} if made is None else _changed(made)
-    if recipe.parameters == 2 * HALF and recipe.gradients == 2 * HALF and "master" not in recipe.optimizer:
-        return {}
-    if recipe.parameters != HALF or recipe.optimizer.get("master") != 2 * HALF or "fp32_gradients" in recipe.optimizer:
-        return None
-    narrow: dict[str, Any] = {"grad_dtype": _Word(BF16)} if recipe.gradients == HALF else {}
-    if recipe.reduced == 2 * HALF:
-        narrow["reduce_dtype"] = _Word("torch.float32")
-    if sharded and not recipe.cast:
-        narrow["store_params"] = True
-    return {"param_dtype": _Word(BF16), **narrow, "cast_inputs": True}
-
-
-class _Word(str):
-    """Python text that stands for itself: torch is not loaded for plans of numbers."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _changed(policy: Any) -> dict[str, Any]:
-    """Return the fields of a policy that are not its defaults."""
-    plain = type(policy)()
-    told = {each.name: getattr(policy, each.name) for each in fields(policy)}
-    return {name: value for name, value in told.items() if value != getattr(plain, name)}
-
-
-class _Call(NamedTuple):
-    """A call to write: `name(argument, ...)`, whose arguments are texts, or calls with what stands before them."""
-
-    name: str
-    arguments: list[Any]
-
-    def on_one_line(self) -> str:
-        inside = (each.on_one_line() if isinstance(each, _Call) else each for each in self.arguments)
-        return f"{self.name}({', '.join(inside)})"
-
-    def lines(self, indent: str = "", end: str = "") -> list[str]:
-        """Write it: on one line, or where that is too long with as many arguments on each as fit."""
-        if len(line := f"{indent}{self.on_one_line()}{end}") <= LONGEST:
-            return [line]
-        inside, told = indent + "    ", [f"{indent}{self.name}("]
-        for each in self.arguments:
-            whole = each.on_one_line() if isinstance(each, _Call) else each
-            if len(told) > 1 and len(told[-1]) + 2 + len(whole) <= LONGEST:
-                told[-1] += f" {whole},"
-            else:
-                told += each.lines(inside, ",") if isinstance(each, _Call) else [f"{inside}{whole},"]
-        return [*told, f"{indent}){end}"]
-
-
-def _policy(name: str, changed: Mapping[str, Any]) -> _Call:
-    values = {field: json.dumps(value) if type(value) is str else repr(value) for field, value in changed.items()}
-    return _Call(f"{name.lower()}=zeroshard.{name}", [f"{field}={value}" for field, value in values.items()])
-
-
-def _shard(*arguments: str | _Call) -> str:
-    return "\n".join(_Call("zero = zeroshard.shard", ["model", "optimizer", *arguments]).lines())
+        return {} if made is None else changed(made)
+    told = fitting.precision_of(recipe, stored=sharded)
+    return None if told is None else {name: Word(text) for name, text in told.items()}

@@ -9,13 +9,16 @@ The question and its answer:
     answer       the answer for each stage
     quantities   numbers as people write them and as they are shown
     recipes      bytes per parameter of each state, by name
-    advice       what would make it fit
+    fitting      the fastest way that fits a machine: a search over what the engine can do
+    clock        how long a step takes on a GPU by name, with states in any tier
+    line         the call of `shard` that does it
     ways         how ranks can share it on a cluster, and which way takes the least time
 
 Three numbers, and no layout:
 
     from_number  the plan of a number of parameters
     closed       bytes at rest
+    transformer  the usual depth of so many parameters, and activations by a formula
     traffic      bytes sent in a step, over which links, and replicas of the optimizer
 
 A layout, from shapes in a file or from a model:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..events import DEVICE, HOST, NVME
 from ..layout import Layout
 from ..stage import STAGES, STATES
 from . import closed, disk, instants, recipes, states, traffic
-from .advice import Change
 from .asked import Asked
 from .balance import Balance
 from .disk import Disk
@@ -23,6 +22,7 @@ from .ways import Ways
 
 if TYPE_CHECKING:
     from ..tiers.offload import Offload
+    from .fitting import Fitting
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class StagePlan:
 
     states: at rest, by state; padding has a row of its own, but in a job's plan is part of each state. tiers: the same
     by where they rest; files have buffers, "staging", in host memory. rounding: what whole pages of pinned memory take
-    beyond that. files: on the disk, in whole pages. moves: read from files and written to them in a step.
+    beyond that. pinned: what pieces of it take at most through which sums and weights pass. files: on the disk, in
+    whole pages. moves: read from files and written to them in a step.
     instants, peak: what passes through the device beside what rests there, and the most of both together (None in the
     closed form, which knows no units). activations: what a job's forward keeps for backward. working: the most alive at
     once of what its operators make, activations included; it has to fit beside the peak, though both need not come at
@@ -59,6 +60,7 @@ class StagePlan:
     snapshot: int = 0
     tiers: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     rounding: int = 0
+    pinned: int = 0
     files: int = 0
     moves: Moves = STILL
     buckets: int = 1  # each is a message of every pass
@@ -111,6 +113,17 @@ class StagePlan:
         }
 
 
+class Change(NamedTuple):
+    """One thing to do differently in a job, and the bytes per rank it would lead to."""
+
+    what: str
+    nbytes: int
+    fits: bool
+
+    def json(self) -> dict[str, object]:
+        return self._asdict()
+
+
 @dataclass(frozen=True)
 class Plan:
     """The answer for the stages asked for."""
@@ -134,6 +147,7 @@ class Plan:
     tokens: int | None = None
     whole: Balance | None = None
     ways: Ways | None = None
+    fitting: Fitting | None = None
 
     def _repr_html_(self) -> str:
         """Render a table for notebooks: each stage's bytes per rank at rest, and whether they fit."""
@@ -178,6 +192,7 @@ class Plan:
             "notes": list(self.notes),
             **({"whole": self.whole._asdict()} if self.whole else {}),
             **({"ways": self.ways.json()} if self.ways else {}),
+            **({"fitting": self.fitting.json()} if self.fitting else {}),
             "offload": self.offload and {kind: self.offload.tiers(kind) for kind in STATES},
             "host_mem": self.host_mem,
             "disk": self.disk and self.disk.json(),
@@ -206,15 +221,15 @@ def finish(
     asked: Asked,
     layout: Layout | None,
     of: Callable[[int], StagePlan],
-    advise: Callable[[int], list[Change]],
     notes: list[str],
     alone: Callable[[int], Traffic] | None = None,
     balance: Balance | None = None,
+    advise: Callable[[int], list[Change]] | None = None,
 ) -> Plan:
     """Complete a plan: savings, whether each stage fits, the largest model that would, links, notes and advice.
 
-    of: the plan of a stage's bytes. advise: the changes that would fit a budget. alone: what one replica of as many
-    ranks moves at a stage. balance: of tensors that are never cut.
+    of: the plan of a stage's bytes. alone: what one replica of as many ranks moves at a stage. balance: of tensors that
+    are never cut. advise: the changes that would make a job fit a budget.
     """
     ranks, recipe, limit, copies = asked.ranks, asked.recipe, asked.gpu_mem, asked.copies
     node = asked.gpus_per_node or (ranks // copies if copies > 1 else None)  # else as large as a replica
@@ -239,22 +254,18 @@ def finish(
     notes = [*(balance.said() if balance else []), *notes, *_of_one_copy(asked), *_of_files(asked)]
     notes.append(f"an asynchronous save takes {copied:,} bytes of host memory until it is written")
     advice: list[Change] = []
-    if limit is not None and not any(found.fits for found in stages):
+    if advise is not None and limit is not None and not any(found.fits for found in stages):
         advice = advise(limit)
     return Plan(
         source,
         numel,
         ranks,
-        recipe,
+        _whole(recipe, asked, job=advise is not None),
         asked.accumulate,
         asked.no_sync,
         tuple(stages),
         layout,
-        None
-        if asked.comm.rows is None
-        else traffic.replicas(
-            numel, ranks, copies, recipe, spread=asked.spread(max(asked.stages)), hosts=asked.comm.two_levels
-        ),
+        _replicas(numel, asked),
         limit,
         tuple(advice),
         tuple(notes),
@@ -265,6 +276,18 @@ def finish(
         asked.tokens,
         balance,
     )
+
+
+def _replicas(numel: int, asked: Asked) -> Replicas | None:
+    if asked.comm.rows is None:
+        return None
+    spread = asked.spread(max(asked.stages))
+    return traffic.replicas(numel, asked.ranks, asked.copies, asked.recipe, spread=spread, hosts=asked.comm.two_levels)
+
+
+def _whole(recipe: Recipe, asked: Asked, *, job: bool) -> Recipe:
+    """Return the recipe with the masters that a choice of tiers makes, which a job's has."""
+    return recipe if job else recipes.with_masters(recipe, asked.fractions)
 
 
 def _of_one_copy(asked: Asked) -> list[str]:

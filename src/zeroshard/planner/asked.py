@@ -13,9 +13,10 @@ from ..layout import UNIT_MIB, Layout, Partition
 from ..ranks.comm import Comm
 from ..resting import TIERS, placements
 from ..stage import ALONE, STAGES, STATES, Placements, Seat, seat_on
-from . import states
+from . import states, transformer
 from .disk import Disk
 from .recipes import Fractions, Recipe
+from .transformer import Held, Transformer
 
 if TYPE_CHECKING:
     from ..numerics import Precision
@@ -41,6 +42,10 @@ class Asked(NamedTuple):
     disk: Disk | None = None
     step_time: float | None = None
     tokens: int | None = None
+    batch: int | None = None
+    seq: int | None = None
+    gpu: str | None = None
+    accelerator: bool = False  # is the device one, so that sums leave it through pinned memory?
     ep: int = 1  # among how many ranks the parameters of `Layout.along` are divided
 
     def axes(self, ranks: int) -> dict[str, int]:
@@ -55,6 +60,22 @@ class Asked(NamedTuple):
     def experts(self) -> Mapping[str, str]:
         """Return {name pattern: axis} of parameters that are divided among `ep` ranks."""
         return self.layout.along
+
+    @property
+    def tokens_at_once(self) -> int | None:
+        """Count the tokens of a micro-batch; None where nobody has told."""
+        if self.batch is None and self.seq is None:
+            return None
+        return (self.batch or transformer.BATCH) * (self.seq or transformer.SEQ)
+
+    def activations(self, body: Transformer) -> Held:
+        """Return what a micro-batch holds of activations."""
+        assert self.tokens_at_once is not None
+        moved = self.offload is not None and self.offload.activations != "device"
+        return body.held(
+            self.tokens_at_once, itemsize=float(self.recipe.computed or self.recipe.parameters),
+            recompute=bool(self.layout.recompute), moved=moved,
+        )  # fmt: skip
 
     @property
     def once(self) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ..errors import UserError
 from .files import Moves
+from .quantities import budget
 
 FORMAT = "zeroshard io-bench 1"
 DAY = 24 * 60 * 60  # seconds
@@ -20,11 +22,16 @@ DAY = 24 * 60 * 60  # seconds
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second in the engine's own pattern. both: read and written together, while both go on at once."""
+    """Bytes per second in the engine's own pattern. both: read and written together, while both go on at once.
+
+    size: bytes of one rank's share, if it is told. measured: by io-bench, or assumed?
+    """
 
     read: float
     write: float
     both: float
+    size: int | None = None
+    measured: bool = True
 
     def seconds(self, moves: Moves) -> float:
         """Return the fewest seconds that a step's files take, as much as possible read and written at once."""
@@ -32,8 +39,21 @@ class Disk:
         alone = (moves.read - shared) / self.read + (moves.written - shared) / self.write
         return 2 * shared / self.both + alone
 
-    def json(self) -> dict[str, float]:
+    def json(self) -> dict[str, float | None]:
         return asdict(self)
+
+
+ASSUMED = Disk(3e9, 2e9, 2e9, measured=False)  # an NVMe drive of which only the size is told
+
+
+def told(text: str | os.PathLike[str]) -> Disk:
+    """Return the disk of a size such as "1TB", whose speed is assumed, or of a file that `zeroshard io-bench` wrote.
+
+    Raises `UserError` for neither.
+    """
+    if re.fullmatch(r"\s*[0-9.]+\s*[A-Za-z]*\s*", str(text)) and not Path(text).exists():
+        return replace(ASSUMED, size=budget(str(text), "disk"))
+    return load(text)
 
 
 def load(path: str | os.PathLike[str]) -> Disk:

@@ -18,7 +18,7 @@ from ..errors import UserError, nearest
 from ..layout import BLOCK, Partition
 from ..ranks.comm import Comm
 from . import recipes
-from .recipes import SPLIT_MASTER, WHOLE_MASTER, Recipe
+from .recipes import WHOLE_MASTER, Recipe
 
 if TYPE_CHECKING:
     from ..numerics import Precision
@@ -48,8 +48,7 @@ def engines(precision: Precision, optimizer: str | None) -> Recipe:
             instead='optimizer="adamw"',
         )  # fmt: skip
     if precision.splits(param):
-        kept = MappingProxyType({**plain.optimizer, "master": SPLIT_MASTER})
-        plain = replace(plain, name=f"{plain.name}, split masters", optimizer=kept, split=True)
+        plain = recipes.with_split_masters(plain)
     return _in_8_bits(plain, precision) if precision.fp8 else plain
 
 

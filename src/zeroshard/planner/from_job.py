@@ -14,8 +14,8 @@ from ..layout import BUCKET_MIB
 from ..numerics import Precision
 from ..resting import Master, master_of
 from ..stage import STAGES, Degree
-from . import advice, built, optimizers, recipes, states, traffic
-from .answer import Plan, StagePlan, finish
+from . import built, optimizers, recipes, states, traffic
+from .answer import Change, Plan, StagePlan, finish
 from .asked import Asked
 from .balance import balance
 from .files import Moves
@@ -73,9 +73,9 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
         asked._replace(recipe=recipe),
         one.zero._engine.layout,
         lambda stage: _stage(runs[stage], _recipe(runs[stage])),
-        lambda limit: _advice(run, asked, limit),
         notes,
         balance=balance(runs[max(asked.stages)].zero.partition, asked.copies),
+        advise=lambda limit: _advice(run, asked, limit),
     )
 
 
@@ -205,16 +205,16 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     )  # fmt: skip
 
 
-def _advice(run: Callable[..., Simulation], asked: Asked, limit: int) -> list[advice.Change]:
+def _advice(run: Callable[..., Simulation], asked: Asked, limit: int) -> list[Change]:
     """List changes, cheapest first, each on top of those before and with the peak it leads to, until one fits."""
     stage = max(asked.stages)
-    tried: list[advice.Change] = []
+    tried: list[Change] = []
     changes: dict[str, Any] = {}
 
     def attempt(what: str, at: int, **more: Any) -> bool:
         simulated = run(at, None, **more)
         nbytes = max(most.total for most in simulated.ledger.phases.values()) + simulated.working
-        tried.append(advice.Change(what, nbytes, nbytes <= limit))
+        tried.append(Change(what, nbytes, nbytes <= limit))
         return tried[-1].fits
 
     for higher in range(stage + 1, max(STAGES) + 1):

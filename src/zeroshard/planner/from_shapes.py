@@ -3,93 +3,142 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from ..events import DEVICE
+from ..events import DEVICE, NVME
 from ..layout import Layout, Partition, Spec, partition, together
 from ..matrices import stacked
 from ..stage import Degree, Placements
-from . import advice, files, formats, instants, recipes, shapes, states, units
-from .advice import Change
+from ..tiers.offload import NAMES
+from . import files, formats, instants, recipes, shapes, states, traffic, transformer, units
 from .answer import Plan, StagePlan, finish
 from .asked import Asked
 from .balance import balance
 from .recipes import Recipe
 from .traffic import Traffic
+from .transformer import Transformer
 
 RANKS_LIMIT = 1 << 13  # a layout writes down every rank's bounds
-ADVISED_RANKS_LIMIT = 1 << 10  # where several are tried
 
 
-def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
-    model = shapes.read(path)
-    recipe, layout = asked.recipe, asked.layout
-    specs = _specs(model, asked, layout)
-    eighths = _in_8_bits(specs)
-    asked = asked._replace(recipe=recipe.averaged(eighths))
-    names, several = units.unit_names(model.parameters), units.units_of_several(model.parameters)
+class LaidOut:
+    """A model whose names and shapes are known, laid out as the engine does it: planned as often as is asked.
 
-    cuts: dict[int, tuple[Partition, list[states.Owned]]] = {}
+    body: what its activations depend on.
+    """
 
-    def cut_among(group: int) -> tuple[Partition, list[states.Owned]]:
-        if group not in cuts:
-            laid_out = partition(specs, layout, group, group // asked.ep)
-            formats.check_codes(laid_out, recipe)
-            cuts[group] = laid_out, states.owned(laid_out, asked.along(0, group))
-        return cuts[group]
+    def __init__(
+        self, specs: Callable[[Asked], list[Spec]], names: Sequence[str], body: Transformer, several: Any = ()
+    ) -> None:
+        """specs: of a question. names: of the units. several: numbers of units of several modules."""
+        self._specs, self._names, self._several, self.body = specs, names, several, body
+        self._made: dict[tuple[Fraction, str], list[Spec]] = {}
+        self._cuts: dict[tuple[int, Fraction, str], tuple[Partition, list[states.Owned]]] = {}
 
-    copies, shares = asked.copies, asked.shared
+    def specs(self, asked: Asked) -> list[Spec]:
+        key = (asked.recipe.parameters, _key(asked.layout))
+        if key not in self._made:
+            self._made[key] = self._specs(asked)
+        return self._made[key]
 
-    def alone(stage: int) -> Traffic:
-        cut, owned = cut_among(asked.ranks)
-        placements = asked.alone.placements(stage)
-        rank = states.fullest_rank(owned, placements, asked.recipe)
-        return states.recipe_traffic(
-            cut, placements, rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=shares
-        )
+    def cut_among(self, group: int, asked: Asked) -> tuple[Partition, list[states.Owned]]:
+        key = (group, asked.recipe.parameters, _key(asked.layout))
+        if key not in self._cuts:
+            laid_out = partition(self.specs(asked), asked.layout, group, group // asked.ep)
+            formats.check_codes(laid_out, asked.recipe)
+            self._cuts[key] = laid_out, states.owned(laid_out, asked.along(0, group))
+        return self._cuts[key]
 
-    def planned(stage: int, ranks: int, other: Recipe) -> StagePlan:
-        cut, owned = cut_among(ranks // copies)
+    def planned(self, stage: int, asked: Asked, *, bytes_alone: bool = False) -> StagePlan:
+        """Plan a stage, without activations. bytes_alone: and without what it moves and what a save copies."""
+        ranks, copies, recipe, shares = asked.ranks, asked.copies, asked.recipe, asked.shared
+        eighths = _in_8_bits(self.specs(asked))
+        cut, owned = self.cut_among(ranks // copies, asked)
         placements = asked.placements(stage)
-        rank = _fullest(cut, owned, placements, other.averaged(eighths), copies)
+        rank = _fullest(cut, owned, placements, recipe.averaged(eighths), copies)
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)
-        holding = states.of_recipe(cut, placements, rank, other, resting, replicas=copies, along=along)
+        holding = states.of_recipe(cut, placements, rank, recipe, resting, replicas=copies, along=along)
         tiers = holding.tiers(padding_row=True)
         at_rest = states.together(tiers)
         how: dict[str, Any] = {"accumulate": asked.accumulate, "no_sync": asked.no_sync, "replicas": copies}
         how |= {"along": along}
-        moved = states.recipe_traffic(cut, placements, rank, other, shares=shares, **how)
-        shown: dict[str, Any] = {"names": names, "several": several, "resting": resting, "shares": shares} | how
-        shown |= {"prefetch": asked.comm.prefetch, "in_flight": asked.in_flight}
-        found = instants.instants(cut, placements, instants.item_sizes(other), rank, **shown)
+        shown: dict[str, Any] = {"names": self._names, "several": self._several, "resting": resting, "shares": shares}
+        shown |= {"prefetch": asked.comm.prefetch, "in_flight": asked.in_flight, "staged": asked.accelerator, **how}
+        found = instants.instants(cut, placements, instants.item_sizes(recipe), rank, **shown)
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
-        formula = recipes.cast_here(other.averaged(eighths), asked.fractions).formula(placements, copies)
+        whole = recipes.with_masters(recipes.cast_here(recipe.averaged(eighths), asked.fractions), asked.fractions)
         beside = {} if resting is None else _filed(holding)
         if resting is not None:
-            beside["moves"] = files.recipe_moves(cut, placements, rank, other, resting, **how)
+            beside["pinned"] = holding.pinned() if asked.accelerator else 0
+        moved = traffic.STILL
+        if not bytes_alone:
+            moved = states.recipe_traffic(cut, placements, rank, recipe, shares=shares, **how)
+            beside["snapshot"] = holding.snapshot()
+            if resting is not None:
+                beside["moves"] = files.recipe_moves(cut, placements, rank, recipe, resting, **how)
         return StagePlan(
-            stage, rank, formula, at_rest, 0.0, moved, tuple(found), peak, peak_at,
-            snapshot=holding.snapshot(), tiers=tiers, buckets=len(cut.buckets),
+            stage, rank, whole.formula(placements, copies), at_rest, 0.0, moved, tuple(found), peak, peak_at,
+            tiers=tiers, buckets=len(cut.buckets),
             slots=sum(len(bucket.slots) for bucket in cut.buckets), **beside,
         )  # fmt: skip
 
-    def of(stage: int) -> StagePlan:
-        return planned(stage, asked.ranks, recipe)
+    def whole(self, stage: int, asked: Asked) -> StagePlan:
+        """Plan a stage with the activations of a micro-batch."""
+        return with_activations(self.planned(stage, asked), asked, self.body)
 
-    def nbytes_of(stage: int, ranks: int, other: Recipe) -> int:
-        return planned(stage, ranks, other).most
+
+def with_activations(found: StagePlan, asked: Asked, body: Transformer) -> StagePlan:
+    """Return the plan with what a micro-batch keeps, if it is known how many tokens that has."""
+    if asked.tokens_at_once is None:
+        return found
+    held = asked.activations(body)
+    away = "device" if asked.offload is None else asked.offload.activations
+    tiers, filed = {tier: dict(states) for tier, states in found.tiers.items()}, found.files
+    if held.away:
+        tier = NAMES[away]
+        tiers[tier] = {**tiers.get(tier, {}), "activations": held.away}
+        filed += held.away * (tier == NVME)
+    return replace(found, activations=held.kept, working=held.device, tiers=tiers, files=filed)
+
+
+def _key(layout: Layout) -> str:
+    """Return what of a layout decides how a model is cut."""
+    return repr(replace(layout, recompute=False))
+
+
+def of_file(path: str | os.PathLike[str]) -> tuple[shapes.Shapes, LaidOut]:
+    """Read a model's shapes; return them, and the model laid out."""
+    model = shapes.read(path)
+    names, several = units.unit_names(model.parameters), units.units_of_several(model.parameters)
+    body = transformer.of(model.numel, *units.layers(model.parameters))
+    return model, LaidOut(lambda asked: _specs(model, asked, asked.layout), names, body, several)
+
+
+def plan_shapes(path: str | os.PathLike[str], asked: Asked) -> Plan:
+    model, laid = of_file(path)
+    recipe, layout = asked.recipe, asked.layout
+    specs = laid.specs(asked)
+    given, asked = asked, asked._replace(recipe=recipe.averaged(_in_8_bits(specs)))
+
+    def alone(stage: int) -> Traffic:
+        cut, owned = laid.cut_among(asked.ranks, given)
+        placements = asked.alone.placements(stage)
+        rank = states.fullest_rank(owned, placements, asked.recipe)
+        return states.recipe_traffic(
+            cut, placements, rank, recipe, accumulate=asked.accumulate, no_sync=asked.no_sync, shares=asked.shared
+        )
+
+    def of(stage: int) -> StagePlan:
+        return laid.whole(stage, given)
 
     of(max(asked.stages))
-    laid_out = cut_among(asked.ranks // copies)[0]
+    laid_out = laid.cut_among(asked.ranks // asked.copies, given)[0]
     notes = _notes(model, specs, laid_out, asked)
-
-    def advise(limit: int) -> list[Change]:
-        return advice.changes(max(asked.stages), asked.ranks, recipe, limit, nbytes_of, ADVISED_RANKS_LIMIT, copies)
-
-    return finish(model.source, model.numel, asked, layout, of, advise, notes, alone, balance(laid_out, copies))
+    return finish(model.source, model.numel, asked, layout, of, notes, alone, balance(laid_out, asked.copies))
 
 
 def _in_8_bits(specs: Sequence[Spec]) -> Fraction:

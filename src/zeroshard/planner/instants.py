@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 from ..events import DEVICE, SHARED
 from ..flow import Flow, Memory
-from ..headroom import IN_FLIGHT, PREFETCH, room
+from ..headroom import IN_FLIGHT, LEAVING, PREFETCH, room
 from ..layout import Bucket, Partition
 from ..stage import ALONE, Placements, Seat, seat
-from .recipes import CODED, Recipe
+from .recipes import CODED, Recipe, exact
 from .states import At, Seats
 
 GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
@@ -88,7 +88,8 @@ def item_sizes(recipe: Recipe) -> ItemSizes:
     """Take the item sizes from a recipe."""
     eighths = recipe.in_8_bits
     return ItemSizes(
-        recipe.parameters, recipe.gradients, recipe.reduced, recipe.updated, recipe.in_backward, recipe.computed,
+        exact(recipe.parameters), exact(recipe.gradients), exact(recipe.reduced), exact(recipe.updated),
+        recipe.in_backward, None if recipe.computed is None else exact(recipe.computed),
         recipe.coded, recipe.split, None if eighths is None else item_sizes(eighths),
     )  # fmt: skip
 
@@ -109,12 +110,14 @@ def instants(
     replicas: int = 1,
     along: Seat = ALONE,
     shares: bool = False,
+    staged: bool = False,
 ) -> list[Instant]:
     """List all named instants of a step on the device, in their order. `names[k]` is shown for unit k, if given.
 
     several: numbers of units of several modules, which a forward holds on to until the next but one.
 
     shares: do ranks read each other's memory? Then each lends the others a copy of its shard of what they gather.
+    staged: are sums made on an accelerator wherever they rest? Then some are still on their way from it.
     """
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     units = _in_units(partition.buckets)
@@ -138,9 +141,9 @@ def instants(
         found = [(b.shard_numel(seats.of(b).position), getattr(sizes.of(b), kind)) for b in buckets if b.size > 1]
         return {LENT: sum(_nbytes(*each) for each in found) * shares}
 
-    reduced = _reductions(
+    reduced = _under_way(
         partition, placements, sizes, seats, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
-        resting=resting, shares=shares,
+        resting=resting, shares=shares, staged=staged,
     )  # fmt: skip
     found = [_init(units, whole, sizes)]
     for at, unit in enumerate(order):
@@ -171,6 +174,32 @@ def _published(trained: Sequence[Bucket], placements: Placements, sizes: ItemSiz
         return 0
     away = [bucket for bucket in trained if not _on_device(resting, bucket, "parameters")]
     return max((_nbytes(bucket.numel, sizes.of(bucket).parameters) for bucket in away), default=0)
+
+
+def _under_way(
+    partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, in_flight: int, *, fresh: bool,
+    no_sync: bool, resting: At | None, shares: bool, staged: bool,
+) -> Mapping[int, dict[str, int]]:  # fmt: skip
+    """Return {bucket: {state: bytes}} of reductions, and of sums that leave an accelerator if they are made there."""
+    found = _reductions(
+        partition, placements, sizes, seats, in_flight, fresh=fresh, no_sync=no_sync, resting=resting, shares=shares
+    )
+    return _leaving(partition, sizes, seats, resting, found) if staged else found
+
+
+def _leaving(
+    partition: Partition, sizes: ItemSizes, seats: Seats, resting: At | None, reduced: Mapping[int, dict[str, int]]
+) -> dict[int, dict[str, int]]:
+    """Add to reductions the sums that leave the device: the last to land, and those that go before it."""
+    if sizes.in_backward or seats.everyone.replicas > 1:
+        return dict(reduced)  # what is used as it lands leaves with the update; averages of replicas are counted
+    sums = [
+        0 if _on_device(resting, b, "gradients")
+        else _nbytes(b.shard_numel(seats.of(b).position), sizes.of(b).gradients)
+        for b in partition.buckets if b.trainable
+    ]  # fmt: skip
+    most = max((sum(sums[at : at + LEAVING + 1]) for at in range(len(sums))), default=0)
+    return {bucket: {**table, REDUCE: table.get(REDUCE, 0) + most} for bucket, table in reduced.items()}
 
 
 def _brought(partition: Partition, placements: Placements, sizes: ItemSizes, resting: At | None) -> set[int]:

@@ -42,7 +42,7 @@ OTHERS |= {"Offload.parameters": "offload", "Offload.activations": "--offload-ac
 OTHERS |= {"Comm(optimizer=": "Comm(optimizer_over="}
 # Fields that a plan of shapes or of a number counts, or that change no byte; a job's plan counts all.
 OF_SHAPES = {
-    "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "matrices", "buffers"),
+    "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "matrices", "buffers", "recompute"),
     "Comm": ("prefetch", "overlap", "replicas", "hosts", "transport", "optimizer", "timeout", "reduce"),
 }
 

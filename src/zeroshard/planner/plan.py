@@ -25,8 +25,9 @@ from ..stage import STAGES, STATES, seat
 from . import formats, from_number, from_shapes, gpus, machines, quantities, recipes, ways
 from .answer import Plan
 from .asked import Asked
-from .disk import load
+from .disk import told as told_disk
 from .experts import check_experts
+from .fitting import Fitting, fitting
 from .machines import Machine
 from .options import OF_SHAPES, OPTIONS, in_policies
 from .quantities import whole
@@ -59,6 +60,8 @@ def plan(
     bytes: str | None = None,
     optimizer: str | None = None,
     units: int | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
     gpu: str | None = None,
     gpu_mem: str | None = None,
     host_mem: str | None = None,
@@ -91,14 +94,19 @@ def plan(
     preset: bytes per parameter by name: "zeroshard", as the engine holds them, or "paper", ...
     bytes: a formula instead of a preset: "parameters=2,gradients=2,master=4,m=4,v=4".
     optimizer: another optimizer's states in the preset, by a preset's name or as a class of torch.optim.
-    units: with params, the number of equal blocks, for the peaks of a step.
-    gpu: a GPU by name, such as "h100-80": does it fit into what a process can fill of its memory (`gpus.py`)?
-    gpu_mem: a budget such as "80GiB": does it fit, and what would? With `offload`, about what stays on the device.
+    units: with params, the number of equal blocks, for the peaks of a step. With `gpu` or `gpu_mem` None is the usual
+        depth of a transformer of so many parameters.
+    batch, seq: of params and shapes, the sequences of a micro-batch and the tokens of each: activations are counted by
+        a formula (`transformer.py`). Of either alone the other is 1, or 2048.
+    gpu: a GPU by name, such as "h100-80": does it fit into what a process can fill of its memory (`gpus.py`), and which
+        way is the fastest that does (`fitting`)?
+    gpu_mem: the same of a budget such as "80GiB".
     host_mem: a budget for one rank's share of host memory, such as "200GiB".
     gpus_per_node: GPUs of a node, to plan what one GPU's links inside and between nodes carry.
     machine: a cluster by name, or a JSON file of its numbers: which `Comm.replicas` and `Comm.optimizer` take least
         time on it, of those that fit into its memory, or `gpu_mem`.
-    disk: a file that `zeroshard io-bench` wrote.
+    disk: a file that `zeroshard io-bench` wrote; or the size of one rank's share of a disk, such as "1TB", whose speed
+        is assumed.
     step_time: seconds of a step, for the disk's wear.
     tokens: tokens in one rank's step, for the tokens per second that the disk allows.
 
@@ -116,7 +124,9 @@ def plan(
     _check_numbers(ranks, most, accumulate, gpus_per_node, talk)
     _check_units(units, known=params is None)
     _check_stage(stage)
-    _check_files(offload, disk, step_time, tokens)
+    _check_batch(batch, seq, known=job is not None)
+    limit = _limit(gpu, gpu_mem)
+    _check_files(offload, disk, step_time, tokens, searched=limit is not None)
     together = _compatible(
         stage, accumulate, no_sync=bool(no_sync), precision=precision, layout=made, comm=talk, offload=offload,
         optimizer_in_backward=bool(optimizer_in_backward),
@@ -125,7 +135,10 @@ def plan(
     cluster = _cluster(machine, gpus_per_node, talk, once=together.once)
     _check_links(gpus_per_node, talk)
     if job is None:
-        _refuse_what_jobs_alone_count(precision, made, talk, offload, early=bool(optimizer_in_backward))
+        counted = batch is not None or seq is not None
+        _refuse_what_jobs_alone_count(
+            precision, made, talk, offload, early=bool(optimizer_in_backward), counted=counted
+        )
     if params is not None and made != Layout():
         changed = {f"Layout.{name}": value for name, value in _changed(made).items()}
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **changed)
@@ -134,20 +147,24 @@ def plan(
         ranks=ranks,
         stages=_stages(stage, together),
         recipe=dataclasses.replace(chosen, in_backward=bool(optimizer_in_backward)),
-        layout=made if cluster is None else made.on(accelerator=True),
+        layout=made if cluster is None and (job is not None or limit is None) else made.on(accelerator=True),
         comm=talk,
         precision=precision,
         offload=offload,
-        gpu_mem=_limit(gpu, gpu_mem),
+        gpu_mem=limit,
         accumulate=accumulate,
         no_sync=bool(no_sync),
         units=units,
         gpus_per_node=gpus_per_node,
         host_mem=None if host_mem is None else quantities.budget(host_mem, "host_mem"),
-        disk=None if disk is None else load(disk),
+        disk=None if disk is None else told_disk(disk),
         step_time=step_time,
         tokens=None if tokens is None else quantities.count(tokens, "tokens"),
         ep=ep or 1,
+        batch=batch,
+        seq=seq,
+        gpu=gpu,
+        accelerator=job is None and cluster is None and limit is not None,
     )
     if job is None:
         asked = asked._replace(layout=asked.layout.on(accelerator=False))
@@ -162,7 +179,19 @@ def plan(
         return from_shapes.plan_shapes(shapes, asked)
 
     found = _compared(planned, asked, cluster)
+    if job is None and cluster is None and limit is not None and ranks <= from_shapes.RANKS_LIMIT:
+        found = dataclasses.replace(found, fitting=_fitting(params, shapes, asked))
     return found if gpu is None else dataclasses.replace(found, notes=(gpus.note(gpu), *found.notes))
+
+
+def _fitting(params: str | float | None, shapes: str | os.PathLike[str] | None, asked: Asked) -> Fitting:
+    """Search for what fits, with the model laid out."""
+    if params is not None:
+        numel = quantities.count(params)
+        return fitting(asked, numel, from_number.laid_out(numel, asked))
+    assert shapes is not None
+    model, laid = from_shapes.of_file(shapes)
+    return fitting(asked, model.numel, laid)
 
 
 def _limit(gpu: str | None, gpu_mem: str | None) -> int | None:
@@ -311,11 +340,17 @@ def _check_links(gpus_per_node: int | None, comm: Comm) -> None:
 
 
 def _refuse_what_jobs_alone_count(
-    precision: Precision | None, layout: Layout, comm: Comm, offload: Offload | None, *, early: bool
+    precision: Precision | None, layout: Layout, comm: Comm, offload: Offload | None, *, early: bool, counted: bool
 ) -> None:
     moved = None if offload is None or offload.activations == "device" else offload.activations
     native = "native" if comm.reduce == "native" else None
-    _refuse("for jobs only", "leave it out", **{"Comm.reduce": native, "Offload.activations": moved})
+    _refuse("for jobs only", "leave it out", **{"Comm.reduce": native})
+    if not counted:
+        why = "it is about activations, of jobs, or of so many tokens"
+        again = layout.recompute or None
+        _refuse(why, "batch= and seq= beside it, or a job", **{"Layout.recompute": again, "Offload.activations": moved})
+    if layout.recompute and layout.recompute is not True:
+        _refuse("of a number and of shapes all units are alike", "True", **{"Layout.recompute": layout.recompute})
     instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
     told = {
         f"{kind}.{name}": value
@@ -345,17 +380,29 @@ def _check_units(units: object, *, known: bool) -> None:
             raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
 
 
+def _check_batch(batch: object, seq: object, *, known: bool) -> None:
+    for name, value in {"batch": batch, "seq": seq}.items():
+        if value is not None:
+            whole(name, value, 1 << 30)
+            if known:
+                raise UserError(f"{name} stands for a job, which has batches of its own", instead="leave it out")
+
+
 def _check_stage(stage: object) -> None:
     if stage is not None and (type(stage) is not int or stage not in STAGES):
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
 
 
-def _check_files(offload: Offload | None, disk: object, step_time: object, tokens: object) -> None:
-    """Refuse a `step_time` that is no time, and questions about files without files."""
+def _check_files(offload: Offload | None, disk: object, step_time: object, tokens: object, *, searched: bool) -> None:
+    """Refuse a `step_time` that is no time, and questions about files without files.
+
+    searched: may ways be found that have files on the disk?
+    """
     if step_time is not None and not (isinstance(step_time, (int, float)) and 0 < step_time < math.inf):
         raise UserError("step_time counts seconds", got=repr(step_time), instead="step_time=2.5")
     on_disk = offload is not None and any(NVME in offload.tiers(kind) for kind in STATES)
-    for name, value in {"disk": disk, "step_time": step_time, "tokens": tokens}.items():
+    about = {"disk": None if searched else disk, "step_time": step_time, "tokens": tokens}
+    for name, value in about.items():
         if value is not None and not on_disk:
             raise UserError(f"{name} is about files, and nothing rests in any", instead='offload="nvme"')
     if tokens is not None and disk is None:

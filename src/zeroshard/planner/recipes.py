@@ -201,6 +201,28 @@ def recipe(preset: str = "zeroshard", *, optimizer: str | None = None, custom: s
     return _keeping(chosen, optimizer, kept)
 
 
+def with_narrow_gradients(recipe: Recipe) -> Recipe | None:
+    """Return the recipe with gradients added up in the parameters' 16 bits; None where they are no wider."""
+    if not recipe.parameters == 2 < recipe.gradients:
+        return None
+    eighths = recipe.in_8_bits and replace(recipe.in_8_bits, gradients=recipe.parameters)
+    name = f"{recipe.name}, bf16 gradients"
+    return replace(recipe, name=name, gradients=recipe.parameters, in_8_bits=eighths)
+
+
+def with_split_masters(recipe: Recipe) -> Recipe:
+    """Return the recipe with the bits that parameters lack in place of whole masters."""
+    kept = MappingProxyType({**recipe.optimizer, "master": SPLIT_MASTER})
+    return replace(recipe, name=f"{recipe.name}, split masters", optimizer=kept, split=True)
+
+
+def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
+    """Return the recipe with the states of one of `OPTIMIZERS`."""
+    beside = {"master": recipe.optimizer["master"]} if "master" in recipe.optimizer else {}
+    kept = {**beside, **OPTIMIZERS[optimizer]}
+    return _keeping(recipe, optimizer, {state: nbytes for state, nbytes in kept.items() if nbytes})
+
+
 def _keeping(chosen: Recipe, optimizer: str, kept: Mapping[str, Bytes]) -> Recipe:
     """Return the recipe with those states; only masters wider than the parameters can stand for them."""
     cast = chosen.cast if kept.get("master", 0) > chosen.parameters else Fraction()
@@ -257,12 +279,17 @@ class Width(NamedTuple):
     itemsize: Bytes | int
 
 
+def exact(nbytes: Bytes | int) -> Bytes | int:
+    """Return whole numbers as such, with which arithmetic is many times as fast."""
+    return int(nbytes) if nbytes == int(nbytes) else nbytes
+
+
 def formats(recipe: Recipe) -> Formats[Width]:
     """Return the formats of a bucket's states by a recipe."""
-    parameters = Width("parameters", recipe.parameters)
-    computed = parameters if recipe.computed is None else Width("computed", recipe.computed)
-    master = Width("master", recipe.updated) if recipe.optimizer.get("master") else parameters
-    gradients = Width("gradients", recipe.gradients)
+    parameters = Width("parameters", exact(recipe.parameters))
+    computed = parameters if recipe.computed is None else Width("computed", exact(recipe.computed))
+    master = Width("master", exact(recipe.updated)) if recipe.optimizer.get("master") else parameters
+    gradients = Width("gradients", exact(recipe.gradients))
     return Formats(computed, parameters, gradients, master, bool(recipe.cast), recipe.split)
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE, HOST, NVME
-from ..headroom import BUFFERS, aligned
+from ..headroom import BUFFERS, PIECES, aligned
 from ..layout import Bucket, Partition, Slot
 from ..resting import TIERS, Resting, Row, resting
 from ..stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
-from .recipes import PADDING, Recipe, formats
+from .recipes import PADDING, Recipe, exact, formats
 from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, split, widths
 
 # An optimizer's states of one slot: {state: (bytes, elements that they are for; 0: the whole tensor)}
@@ -129,12 +129,21 @@ class Holding(NamedTuple):
     resting: Callable[[Bucket], Resting]
     kept: Callable[[Bucket, Slot], Kept]
     at: At | None = None
+    accumulated: bool = True
+    seen: dict[int, list[Reserved]] | None = None  # what was reserved for each bucket, where that stays as it is
 
     def tier(self, bucket: Bucket) -> Mapping[str, str]:
         """Return the tier of each kind of a bucket's states."""
         return self.at[bucket.index] if self.at else DEVICE_ALONE
 
-    def reserved(self, bucket: Bucket) -> Iterator[Reserved]:
+    def reserved(self, bucket: Bucket) -> Iterable[Reserved]:
+        if self.seen is None:
+            return self._reserved(bucket)
+        if bucket.index not in self.seen:
+            self.seen[bucket.index] = list(self._reserved(bucket))
+        return self.seen[bucket.index]
+
+    def _reserved(self, bucket: Bucket) -> Iterator[Reserved]:
         rows, tier = self.resting(bucket).rows, self.tier(bucket)["optimizer"]
         return reserved(bucket, self.placements, self.seats.of(bucket), rows, self.kept, tier)
 
@@ -189,6 +198,19 @@ class Holding(NamedTuple):
             if each.tier == HOST and each.state in ("parameters", "gradients", "master")
         )
 
+    def pinned(self) -> int:
+        """Return the most that the pieces take through which an accelerator's states and sums are cast on the host."""
+        each = [0]
+        for bucket in self.partition.buckets:
+            at, formats = self.tier(bucket), self.resting(bucket).formats
+            if bucket.trainable and at["optimizer"] != DEVICE:
+                first, last = bucket.held(self.seats.of(bucket), self.placements.optimizer)
+                # Sums that are used as they come pass too, in the format of what they update.
+                sums = formats.master.itemsize if not self.accumulated else 0
+                updates = formats.parameters.itemsize if at["parameters"] == DEVICE else 0
+                each.append(math.ceil((last - first) * max(sums, updates)))
+        return PIECES * aligned(max(each)) if max(each) else 0
+
     def snapshot(self) -> int:
         """Count the bytes that a save behind the training copies: each value and state that the rank writes.
 
@@ -221,19 +243,24 @@ def of_recipe(
     """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients."""
     rest_as = {fp8: formats(recipe.in_8_bits if fp8 and recipe.in_8_bits else recipe) for fp8 in (False, True)}
     kept: dict[str, tuple[Fraction | int, int]] = {
-        **{state: (nbytes, 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
+        **{state: (exact(nbytes), 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
         **{state: (nbytes, 0) for state, nbytes in recipe.per_tensor.items()},
     }
 
+    alike: dict[tuple[object, ...], Resting] = {}  # of buckets of 16 bits and more, which differ in size only
+
     def rests(bucket: Bucket) -> Resting:
         where, accumulated = at[bucket.index] if at else DEVICE_ALONE, not recipe.in_backward
-        return resting(
-            bucket, rest_as[bucket.fp8], placements, where, one_memory=False, accumulated=accumulated,
-            scales=_scales(bucket, recipe.scaling),
-        )  # fmt: skip
+        key = (bucket.index if bucket.fp8 else None, bucket.trainable, *where.values())
+        if key not in alike:
+            alike[key] = resting(
+                bucket, rest_as[bucket.fp8], placements, where, one_memory=False, accumulated=accumulated,
+                scales=_scales(bucket, recipe.scaling),
+            )  # fmt: skip
+        return alike[key]
 
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
-    return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at)
+    return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at, not recipe.in_backward, {})
 
 
 def _scales(bucket: Bucket, scaling: str) -> int:

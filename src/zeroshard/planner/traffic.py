@@ -73,6 +73,9 @@ class Traffic:
         return {"passes": self.passes, **{verb: getattr(self, verb)._asdict() for verb in verbs}}
 
 
+STILL = Traffic(0, 0, NOTHING, NOTHING, NOTHING)
+
+
 def passes(placements: Placements, *, accumulate: int = 1, no_sync: bool = False) -> tuple[int, int]:
     """Count (reductions, gathers) of the whole model in a step of `accumulate` backwards, at most.
 

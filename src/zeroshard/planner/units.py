@@ -68,6 +68,25 @@ def unit_names(parameters: Mapping[str, Shape]) -> list[str]:
     return [joined_name([node.path for node in nodes]) or "the root" for nodes in _units(parameters)]
 
 
+def layers(parameters: Mapping[str, Shape]) -> tuple[int | None, int]:
+    """Return (members of the longest outermost list, as a transformer's layers are, and the vocabulary).
+
+    None where there is no list. The vocabulary is the longest side of a matrix outside of lists; 0 without one.
+    """
+    lists: dict[str, int] = {}
+    beside: list[Shape] = []
+    for node in (each for nodes in _units(parameters) for each in nodes):
+        name, _, number = node.path.rpartition(".")
+        if node.path and number.isdecimal():
+            lists[name] = lists.get(name, 0) + 1
+        elif node.path:
+            beside += [parameters[each] for each in node.names]
+    inside = tuple(f"{name}." for name in lists if name)
+    beside += [shape for name, shape in parameters.items() if not name.startswith(inside)]
+    matrices = [max(shape) for shape in beside if len(shape) == 2]
+    return max(lists.values(), default=None), max(matrices, default=0)
+
+
 def _chosen(node: _Node) -> list[_Node]:
     chosen: list[_Node] = []
     for child in node.children.values():

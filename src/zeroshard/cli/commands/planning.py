@@ -56,6 +56,13 @@ class Question:
         str | None, unset(COMMON, "h100-80, a100-40, l4, ...: does it fit, and if not, what would?", "NAME")
     ] = None
     gpu_mem: Annotated[str | None, unset(COMMON, "The same of 80GiB, 80GB, 24576MiB.", "BUDGET")] = None
+    host_mem: Annotated[str | None, unset(COMMON, "A rank's share of host memory: what fits into both?", "BUDGET")] = (
+        None
+    )
+    disk: Annotated[
+        str | None,
+        unset(COMMON, "A rank's share of a disk, 1TB; or a file of zeroshard io-bench, with its speed.", "SIZE|FILE"),
+    ] = None
     preset: Annotated[
         str | None,
         unset(
@@ -94,9 +101,14 @@ class Sharding:
     checkpoint: Annotated[
         bool, option(RUN, "Every unit of a job runs again in backward.", "--recompute", "--checkpoint")
     ] = False
-    units: Annotated[int | None, unset(RUN, "With --params: the number of equal blocks, for the peaks of a step.")] = (
-        None
-    )
+    units: Annotated[
+        int | None, unset(RUN, "With --params: equal blocks, for a step's peaks. [dim]\\[with --gpu: usual][/dim]")
+    ] = None
+    batch: Annotated[
+        int | None,
+        unset(RUN, "Sequences of a micro-batch, for activations (numbers, shapes). [dim]\\[default: 1][/dim]"),
+    ] = None
+    seq: Annotated[int | None, unset(RUN, "Tokens of a sequence, likewise. [dim]\\[default: 2048][/dim]")] = None
     bounds: Annotated[
         str | None, unset(RUN, "Where shards are cut (shapes, jobs). [dim]\\[default: unit][/dim]", "unit|model|tensor")
     ] = None
@@ -174,10 +186,6 @@ class Answer:
     ] = None
     exact: Annotated[bool, option(ANSWER, "Every byte to the last digit, instead of GB.", "--exact")] = False
     as_json: AsJson = False
-    host_mem: Annotated[str | None, unset(ANSWER, "A rank's share of host memory: does that suffice?", "BUDGET")] = None
-    disk: Annotated[
-        str | None, unset(ANSWER, "A file of zeroshard io-bench: how long a step's files take.", "FILE")
-    ] = None
     tokens: Annotated[
         str | None, unset(ANSWER, "A rank's tokens per step: the tokens/s that the disk allows.", "NUMBER")
     ] = None
@@ -264,16 +272,17 @@ def plan(
 
     A number of parameters, a file of shapes, or your own job:
 
-      zeroshard plan --params 7B --ranks 8 --gpu-mem 80GiB
+      zeroshard plan --params 7B --gpu 4090 --host-mem 64GiB
       zeroshard plan --shapes path/to/Llama-3-8B --ranks 64
       zeroshard plan train:job --ranks 8 --gpu-mem 80GiB
       zeroshard plan train:job --ranks 2 --check
       zeroshard plan --params 7B --ranks 8 --config ds_config.json
       zeroshard plan --config ds_config.json --export accelerate
 
-    --params is arithmetic on three numbers. --shapes lays the model out as the engine does, to the byte, with padding
-    and the peak of a step. A job's own model, optimizer and loss run through the engine on tensors without memory.
-    --check then runs them on local ranks and compares every byte.
+    With --gpu it searches for the fastest way that fits, and prints its line. --params is arithmetic on three numbers.
+    --shapes lays the model out as the engine does, to the byte, with padding and the peak of a step. A job's own model,
+    optimizer and loss run through the engine on tensors without memory. --check then runs them on local ranks and
+    compares every byte.
     """
     from zeroshard.cli import plan as command
 

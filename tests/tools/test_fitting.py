@@ -1,0 +1,314 @@
+"""The search for what fits: against every setting by the same clock, run as it is printed, and for every machine."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import emulated
+import zeroshard
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.cli.main import app
+from zeroshard.errors import UserError
+from zeroshard.events import DEVICE, HOST, NVME
+from zeroshard.planner import clock, fitting, from_number, gpus, recipes, transformer
+from zeroshard.planner.asked import Asked
+from zeroshard.planner.disk import Disk
+from zeroshard.planner.line import of_fit
+
+MB = 10**6
+SMALL = 4 * MB  # parameters, in four units
+
+# ---------------------------------------------------------------------------------------------- against brute force
+
+
+def asked(ranks, device, host, files, preset="zeroshard", seq=64):
+    disk = Disk(2e9, 1e9, 1.5e9, size=files) if files else None
+    return Asked(
+        ranks=ranks, stages=(0, 1, 2, 3), recipe=recipes.PRESETS[preset], layout=Layout().on(accelerator=True),
+        comm=Comm(), gpu_mem=device, host_mem=host, disk=disk, units=4, batch=1, seq=seq, gpu="4090", accelerator=True,
+    )  # fmt: skip
+
+
+def shares(mix):
+    """Every way to share `PARTS` parts among these tiers, at least one in each."""
+    for cuts in itertools.combinations(range(1, fitting.PARTS), len(mix) - 1):
+        ends = (0, *cuts, fitting.PARTS)
+        yield {tier: after - before for tier, before, after in zip(mix, ends, ends[1:], strict=False)}
+
+
+def by_hand(search, numbers):
+    """The least seconds of all settings that fit, each planned; None if none does."""
+    least = None
+    for way, mix in search.ways(numbers):
+        for parts in shares(mix):
+            each = way._replace(at={**way.at, "optimizer": parts})
+            if (least is None or search.seconds(each) < least) and search.need(each).within(search.of.most):
+                least = search.seconds(each)
+    return least
+
+
+def compared(question, heading=""):
+    laid = from_number.laid_out(SMALL, question)
+    most = fitting.Need(question.gpu_mem, question.host_mem, question.disk.size if question.disk else 0)
+    machine = fitting.Machines(question, SMALL, laid.body, laid.planned, most, question.tokens_at_once)
+    search = fitting.Search(machine)
+    numbers = [each for each in fitting.numbers_of(question.recipe) if each.heading == heading]
+    found = search.fastest(numbers, 1)
+    return [search.seconds(each.way) for each in found], [*filter(None, [by_hand(fitting.Search(machine), numbers)])]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "host", "files"),
+    [
+        (1, 20 * MB, 60 * MB, 0),
+        *(
+            pytest.param(ranks, device * MB, host * MB, files * MB, marks=pytest.mark.full)
+            for ranks in (1, 2)
+            for device in (14, 20, 30, 90)
+            for host in (8, 30, 60, 90)
+            for files in (0, 100)
+        ),
+    ],
+)
+def test_no_setting_that_fits_is_faster(monkeypatch, ranks, device, host, files):
+    """Shares in quarters: then every setting can be planned."""
+    monkeypatch.setattr(fitting, "PARTS", 4)
+    monkeypatch.setattr(fitting, "QUARTERS", tuple({DEVICE: 4 - at, HOST: at} for at in (1, 2, 3)))
+    monkeypatch.setattr(fitting, "WHOLE", ({DEVICE: 4}, {HOST: 4}, {NVME: 4}))
+    found, wanted = compared(asked(ranks, device, host, files))
+    assert found == wanted
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("device", [12, 16, 24])
+@pytest.mark.parametrize("heading", ["16-bit gradients", "everything in bf16, masters too"])
+def test_no_setting_in_twentieths_is_faster(device, heading):
+    found, wanted = compared(asked(1, device * MB, 40 * MB, 0), heading)
+    assert found == wanted
+
+
+# ----------------------------------------------------------------------------------------------- run as it is printed
+
+
+class Tiny(nn.Module):
+    """Blocks of a transformer's shape without attention, each 12 h^2: a 7 B model's policies at a millionth of it."""
+
+    def __init__(self, width=48, blocks=6) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, 4 * width // 2), nn.Tanh(),
+                nn.Linear(2 * width, width),
+            )
+            for _ in range(blocks)
+        )  # fmt: skip
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def arguments(line):
+    """What a printed line gives to `shard`; called with a package that keeps it."""
+    called = []
+    package = SimpleNamespace(
+        shard=lambda *model, **how: called.append(how), Precision=Precision, Layout=Layout, Comm=Comm, Offload=Offload
+    )
+    exec(line, {"zeroshard": package, "torch": torch, "model": "model", "optimizer": "optimizer"})
+    return called[0]
+
+
+def held(line, folder):
+    """What a rank holds after three steps of the line, {tier: {state: bytes}}, and the most on the device."""
+    how = arguments(line)
+    if isinstance(how.get("offload"), Offload) and how["offload"].path:
+        how["offload"] = Offload(**{**vars(how["offload"]), "path": folder})
+    torch.manual_seed(0)
+    model = Tiny().to("emu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    zero = zeroshard.shard(model, optimizer, **how)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(4, 48, generator=generator).to("emu", torch.bfloat16)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.emu.synchronize()
+    ledger = zero.ledger()
+    return {tier: dict(found) for tier, found in ledger.tiers.items()}, max(p.total for p in ledger.phases.values())
+
+
+PASS = {"staging", "activations", "staged activations", "reduce", "gather", "prefetch", "norms"}
+STATES_OF = {"m": "exp_avg", "v": "exp_avg_sq"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "host", "disk", "heading"),
+    [
+        (1, "1200KB", "3MB", None, ""),
+        pytest.param(1, "1MB", "700KB", "8MB", "", marks=pytest.mark.full),
+        pytest.param(2, "1MB", "2MB", None, "", marks=pytest.mark.full),
+        pytest.param(1, "20MB", "1MB", None, "", marks=pytest.mark.full),
+        pytest.param(2, "900KB", "2MB", None, "16-bit gradients", marks=pytest.mark.full),
+        pytest.param(1, "1MB", "2MB", None, "everything in bf16, masters too", marks=pytest.mark.full),
+    ],
+)
+def test_a_line_runs_and_holds_what_was_planned(tmp_path, ranks, device, host, disk, heading):
+    """To the byte in every tier, on the emulated device; at the peak no more than planned."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({name: list(param.shape) for name, param in Tiny().named_parameters()}))
+    found = zeroshard.plan(
+        shapes=path, ranks=ranks, gpu_mem=device, host_mem=host, disk=disk, batch=1, seq=4, preset="zeroshard"
+    ).fitting
+    fits = [each.fits[0] for each in found.found if each.fits and each.heading == heading]
+    assert fits, [each.proof for each in found.found]
+    fit = fits[0]
+    line = of_fit(fit, {}, {})
+    for rank, (tiers, peak) in enumerate(emulated.run(ranks, held, line, str(tmp_path), seed=1)):
+        assert peak <= fit.plan.peak
+        if rank != fit.plan.rank:  # which holds most
+            continue
+        for tier in (DEVICE, HOST, NVME):
+            here = {state: n for state, n in tiers.get(tier, {}).items() if n and state not in PASS}
+            planned = fit.plan.tiers.get(tier, {})
+            wanted = {STATES_OF.get(state, state): n for state, n in planned.items() if state not in PASS}
+            padding = wanted.pop("padding", 0)
+            assert sum(here.values()) == sum(wanted.values()) + padding
+            assert padding or here == wanted
+        staging = tiers.get(HOST, {}).get("staging", 0)
+        assert staging <= fit.plan.tiers.get(HOST, {}).get("staging", 0) + fit.plan.pinned
+
+
+# ------------------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def said(monkeypatch, capsys):
+    """What `zeroshard plan` prints, without the spaces at ends of lines."""
+
+    def printed(words):
+        monkeypatch.setenv("COLUMNS", "132")
+        app(["plan", *words.split()], standalone_mode=False)
+        return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+    return printed
+
+
+def test_a_stranger_gets_a_line_without_torch(tmp_path):
+    """7 B, one 4090, 64 GiB: the line is the first that stands there, and nothing loads torch."""
+    code = (
+        "import sys; sys.argv = 'zeroshard plan --params 7B --ranks 1 --gpu 4090 --host-mem 64GiB'.split()\n"
+        "from zeroshard.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    before, _, after = done.stdout.partition("\nzero = ")
+    assert "fits on one rank" in " ".join(before.split())
+    assert set(arguments("zero = " + after.split("\n\n")[0])) <= {
+        "stage", "precision", "layout", "comm", "offload", "optimizer_in_backward",
+    }  # fmt: skip
+
+
+@pytest.mark.full
+def test_the_page_shows_what_the_command_finds(said):
+    """docs/planning.md: the lines of each block, in their order; `...` stands for others."""
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text().partition("## From three")[0]
+    blocks = re.findall(r"^```\n\$ zeroshard plan (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
+    assert len(blocks) == 2
+    for words, shown in blocks:
+        printed = iter(said(words))
+        for line in shown.splitlines():
+            assert line == "..." or line in printed, line
+
+
+@pytest.mark.parametrize(
+    ("words", "total"), [("--offload-optimizer cpu --optimizer-in-backward", 8), ("--preset zeroshard", 10)]
+)
+def test_pure_bf16_has_its_bytes_and_its_line(said, words, total):
+    """Masters that a tier makes count: 8 bytes and not 6. The line has no masters wider than the parameters."""
+    shown = said(f"--params 7B --stage 3 {words} --optimizer pure-bf16")
+    assert next(line for line in shown if line.startswith("  recipe")).endswith(f"= {total} bytes per parameter")
+    assert any(line.split()[:2] == ["3", f"{total}/N"] for line in shown)
+    line = "\n".join(shown).partition("zero = ")[2].split("\n\n")[0]
+    how = arguments("zero = " + line)
+    assert how["precision"] == Precision(param_dtype=torch.bfloat16, master_dtype=torch.bfloat16, cast_inputs=True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zero = zeroshard.shard(model, optimizer, **how)
+    model(torch.randn(2, 8)).float().sum().backward()
+    optimizer.step()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.bfloat16}
+    assert zero.ledger().held["exp_avg"] == 2 * sum(param.numel() for param in model.parameters())
+
+
+@pytest.mark.full
+def test_a_disk_is_a_size_or_a_measured_speed(tmp_path):
+    """Of a size the speed is assumed; io-bench's file has a speed, and room for all."""
+    question = {"params": "7B", "gpu": "4090", "host_mem": "32GiB"}
+    without, sized = (zeroshard.plan(**question, disk=disk) for disk in (None, "1TB"))
+    assert not without.fitting.found[0].fits and sized.fitting.found[0].fits
+    assert (sized.disk.size, sized.disk.measured) == (10**12, False)
+    path = tmp_path / "disk.json"
+    path.write_text(json.dumps({"format": "zeroshard io-bench 1", "disk": {"read": 1e9, "write": 1e9, "both": 1e9}}))
+    slow = zeroshard.plan(**question, disk=path)
+    assert (slow.disk.size, slow.disk.measured) == (None, True)
+    assert slow.fitting.best.times.middle > sized.fitting.best.times.middle
+    assert zeroshard.plan(**question, disk="10GB").fitting.found[0].proof is not None
+    with pytest.raises(UserError, match="disk: a budget of memory is a number and a unit"):
+        zeroshard.plan(**question, disk="100")
+
+
+def test_activations_are_those_of_the_formula():
+    """Korthikanti et al. 2022: 34 s b h of a layer, 2 of one that is recomputed; logits and their gradients."""
+    body = transformer.of(7 * 10**9)
+    assert (body.layers, body.hidden, body.vocabulary) == (32, 4272, 32000)
+    tokens = 2 * 1024
+    layer, logits = 34 * tokens * body.hidden, 8 * tokens * 32000
+    all_kept = body.held(tokens, itemsize=2, recompute=False, moved=False)
+    assert all_kept.device == 32 * layer + logits and all_kept.away == 0
+    again = body.held(tokens, itemsize=2, recompute=True, moved=False)
+    assert again.device == 32 * 2 * tokens * body.hidden + layer + logits
+    away = body.held(tokens, itemsize=2, recompute=False, moved=True)
+    assert away.device == 2 * layer + logits and away.away == 31 * layer
+    (found,) = zeroshard.plan(params=7e9, stage=0, gpu="h200", batch=2, seq=1024).stages
+    assert (found.activations, found.working) == (all_kept.kept, all_kept.device)
+    with pytest.raises(UserError, match="Layout.recompute: it is about activations"):
+        zeroshard.plan(params=7e9, layout=Layout(recompute=True))
+    with pytest.raises(UserError, match="batch stands for a job"):
+        zeroshard.plan("a:b", batch=2)
+
+
+def test_every_gpu_has_a_clock():
+    assert set(clock.CARDS) >= set(gpus.GPUS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("disk", [None, "1TB"])
+@pytest.mark.parametrize("host", ["32GiB", "64GiB", "128GiB"])
+@pytest.mark.parametrize("device", ["16GB", "24GB", "48GB", "80GB"])
+@pytest.mark.parametrize("params", ["1B", "7B", "13B", "30B", "70B"])
+def test_every_machine_has_a_line_or_a_proof(params, device, host, disk):
+    """The line is one that `shard` takes; the proof's figures are over what there is, and what it says to buy fits."""
+    found = zeroshard.plan(params=params, ranks=1, gpu_mem=device, host_mem=host, disk=disk).fitting
+    for each in found.found:
+        assert bool(each.fits) is (each.proof is None)
+        for fit in each.fits:
+            assert fit.need.within(found.most)
+            assert set(arguments(of_fit(fit, {}, {}).replace("torchao.optim.AdamW8bit(model.parameters())", "1")))
+        assert each.fits or each.buys
+    middles = [fit.times.middle for fit in found.found[0].fits]
+    assert middles == sorted(middles)
+    best = found.best
+    assert best is None or all(fit.times.middle <= best.times.middle for each in found.found[1:] for fit in each.fits)

@@ -92,6 +92,69 @@ def test_a_compiled_step_has_plain_pytorchs_bits(stage, setting):
         assert graphs[1] == graphs[-1], graphs
 
 
+def worked(stage, wrap):
+    """Losses, norms, sums inside `gathered()` and last weights; `wrap` is around each function that works on a step."""
+    torch._dynamo.reset()
+    model = models.build("mlp", sizes=(7, 131, 37, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+
+    def forward_backward(batch):
+        loss = models.loss("mlp", model, batch)
+        loss.backward()
+        return loss.detach()
+
+    def clip():
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def look():
+        with zero.gathered():
+            return sum(param.detach().sum() for param in model.parameters())
+
+    def all_of_it(batch):
+        return forward_backward(batch), clip(), optimizer.zero_grad(), look()
+
+    forward_backward, clip, look, clear, all_of_it = map(
+        wrap, (forward_backward, clip, look, optimizer.zero_grad, all_of_it)
+    )
+    found = []
+    for at in range(3):
+        batch = models.batch("mlp", at, zero.rank)
+        found += [forward_backward(batch), clip()]
+        optimizer.step()
+        clear()
+        found += [look(), *all_of_it(batch)]
+        assert all(param.grad is None for param in model.parameters())
+    with zero.gathered():
+        weights = [param.detach().clone() for param in model.parameters()]
+    return [each for each in found if each is not None] + weights
+
+
+def worked_alike(stage):
+    want = worked(stage, lambda function: function)
+    got = worked(stage, partial(torch.compile, backend=BACKEND))
+    return [torch.equal(one, other) for one, other in zip(want, got, strict=True)]
+
+
+@pytest.mark.row(63)
+def test_what_clips_clears_or_gathers_may_be_compiled(stage):
+    """Functions of the program's that call backward, clip, clear gradients or enter `gathered()`: as without compiling."""
+    for alike in ranks.run(2, worked_alike, stage):
+        assert alike == [True] * (3 * 6 + 6)
+
+
+def test_one_graph_that_clips_is_refused_with_the_remedy():
+    model = models.build("mlp", sizes=(7, 131, 37, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    zeroshard.shard(model, optimizer, stage=3)
+    models.loss("mlp", model, models.batch("mlp", 0, 0)).backward()
+    clip = torch.compile(
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), backend=BACKEND, fullgraph=True
+    )
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"(?s)not gathered.*leave fullgraph=True out"):
+        clip()
+
+
 def test_a_compiled_step_by_buckets_is_refused(stage):
     """Each bucket's update is not compiled, and another tier or format must not have other bits."""
     for settings in {"offload": Offload(optimizer="cpu")}, {"precision": Precision(grad_dtype=torch.bfloat16)}:

@@ -34,6 +34,7 @@ from .modes import unseen
 from .options import Options, same
 from .publish import publish
 from .schedule import NO_GRAPH, Schedule
+from .tracing import traced
 from .transaction import Transaction
 
 _STEP = torch.optim.Optimizer.profile_hook_step  # calls the hooks and, between them, the optimizer's own step
@@ -102,6 +103,7 @@ class Binding(Transaction):
         # Not to be compiled: they talk to ranks. `torch.compile(optimizer.step)` compiles the update between them.
         begin, after = (torch.compiler.disable(unseen()(h), reason=NO_GRAPH) for h in (self._before, self._after))
 
+        @traced
         @without_own_lines
         def before(*given: Any) -> Any:
             return begin(*given, compiled=torch.compiler.is_compiling())

@@ -36,6 +36,7 @@ from .guard import SavedTensors, weak
 from .modes import outside, refuse_inside
 from .reduction import Reduction
 from .script import Script
+from .tracing import end_graph, untraced
 from .transaction import Transaction
 from .unit import Unit, profiled
 
@@ -109,6 +110,7 @@ class Schedule:
         self._buffers = [buffer for unit in units for buffer in unit.buffers]
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         reader = _WeakSchedule(self)
+        untraced()
         for unit in units:
             for buffer in unit.buffers:
                 buffer.reader = reader
@@ -309,6 +311,7 @@ class Schedule:
             self.backward.event()
         elif not self.forward.frames:
             name = buffer.bucket.slots[index].name
+            end_graph(f"zeroshard's parameter {name!r}, which is not gathered", NO_GRAPH)
             raise ReleasedError(
                 "a sharded parameter was read while it is not gathered",
                 where=f"parameter {name!r}, rank {self.group.rank}",

@@ -84,12 +84,11 @@ def kept(sp, tiles):
     """The bytes that forward keeps for backward on this rank, its batch and the loss among them, beside parameters."""
     model, _, _, batches = example().sharded(sp, 0, tiles)
     given = batches(1)
-    own = {each.untyped_storage().data_ptr() for each in model.parameters()}
     saved = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if not any(isinstance(each, torch.nn.Parameter) for each in (tensor, tensor._base)):
             saved[storage.data_ptr()] = storage, storage.nbytes()  # held, so that no other gets its address
         return tensor
 

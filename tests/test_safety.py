@@ -8,6 +8,7 @@ import gc
 import json
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -319,6 +320,51 @@ def test_someone_elses_saved_tensor_hooks(ranks, kind):
     assert ranks.run(1, foreign_hooks, kind) == [""]
 
 
+ROUNDING = {
+    "a tensor": (lambda t: t.bfloat16(), lambda packed: packed.float()),
+    "a tuple": (lambda t: (t.dtype, t.bfloat16()), lambda packed: packed[1].to(packed[0])),
+    "the weight beside a number": (lambda t: {"of": t, "by": 0.5}, lambda packed: packed["of"] * packed["by"]),
+    "an object": (lambda t: SimpleNamespace(of=t), lambda packed: packed.of * 0.5),
+}
+
+
+def rounded_by_hooks(kind, stage):
+    """Gradients where the program's hooks change what backward is computed with, and how many tensors they got."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh()) for _ in range(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage)
+    pack, unpack = ROUNDING[kind]
+    packed = []
+
+    def counting(tensor):
+        packed.append(tuple(tensor.shape))
+        return pack(tensor)
+
+    for step in range(3):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step))
+        with torch.autograd.graph.saved_tensors_hooks(counting, unpack):
+            out = model(x)
+        out.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if zero is None:
+        return packed, reference.weights(model)
+    with zero.gathered():
+        return packed, reference.weights(model)
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_hooks_that_change_what_backward_is_computed_with(ranks, kind):
+    """They get the weights too, as in plain PyTorch, and the bits are those with the weights that they give back."""
+    ((seen, want),) = ranks.run(1, rounded_by_hooks, kind, None)
+    assert (24, 24) in seen
+    for stage in (0, 3):
+        ((got, found),) = ranks.run(1, rounded_by_hooks, kind, stage)
+        assert got == seen
+        reference.assert_same(found, want)
+
+
 class Keeps(torch.autograd.Function):
     """A custom function that keeps its weight in the context, past every hook."""
 
@@ -407,7 +453,7 @@ def checkpoint_keeps_no_activation():
             kept = []
 
             def pack(tensor, kept=kept):
-                kept.append(tensor.untyped_storage().nbytes())
+                kept.append(tensor.nbytes)
                 return tensor
 
             tokens, _ = models.batch("gpt", 0, 0)
@@ -419,8 +465,9 @@ def checkpoint_keeps_no_activation():
 
 
 def test_checkpointing_saves_as_much_memory_as_without_zeroshard(ranks):
-    """What reaches the hooks below zeroshard's: activations only, as few under checkpointing as in plain PyTorch."""
+    """What reaches the hooks below zeroshard's: as much under checkpointing, and without it, as in plain PyTorch."""
     (saved,) = ranks.run(1, checkpoint_keeps_no_activation)
+    assert saved[None, True] == saved[None, False], saved
     for checkpoint in ("nonreentrant", "reentrant"):
         assert saved[checkpoint, True] <= saved[checkpoint, False], saved
         assert saved[checkpoint, True] < saved[None, True] / 3, saved

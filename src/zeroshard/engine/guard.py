@@ -11,7 +11,8 @@ what torch's own `UninitializedParameter` does. An open parameter is a plain `nn
 unpacking the note gathers the unit. Three hazards, each met below:
 
 - Only the topmost pair of hooks runs, so whatever is not ours goes to the pair below; activation checkpointing is
-  such a pair, and without this every activation would be kept. (It is told of what is ours too: it counts.)
+  such a pair, and without this every activation would be kept. Weights go there too: checkpointing counts them, and a
+  pair of the program's may round them. Of what it returns the parts that are a weight's memory are kept as notes.
 - Hooks switch autograd's own version check off, so versions are compared here.
 - A step between forward and backward would silently use new weights, so notes carry the weights' generation.
 
@@ -30,7 +31,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..device import current
 from ..errors import ReleasedError, StateError
@@ -366,6 +367,18 @@ class OuterHooks(NamedTuple):
         return self.unpack(self.packed)
 
 
+class PackedWeight(NamedTuple):
+    """What a pair of hooks of the program's returned for a weight: notes in place of what is the weight's memory."""
+
+    leaves: list[Any]
+    tree: Any
+    unpack: Callable[[Any], Tensor]
+
+    def restore(self) -> Tensor:
+        leaves = [each.restore() if isinstance(each, (SavedWeight, SavedPart)) else each for each in self.leaves]
+        return self.unpack(tree_unflatten(leaves, self.tree))
+
+
 class Saved(Protocol):
     """A note that autograd holds instead of a tensor."""
 
@@ -430,35 +443,54 @@ class SavedTensors:
             source.unnoted = True
 
     def _pack(self, below: Any, tensor: Tensor) -> Saved:
-        if isinstance(local := getattr(tensor, "_local_tensor", None), Tensor) and hasattr(tensor, "_spec"):
-            source = self._sources.get(local.untyped_storage()._cdata)
-            if source is not None:
-                return SavedPart(self._pack(below, local), type(tensor), tensor._spec)
-        elif tensor.layout is torch.strided:
-            source = self._sources.get(tensor.untyped_storage()._cdata)
-            if source is not None:
-                offset = tensor.storage_offset()
-                slot = slot_at(source.starts, offset * tensor.itemsize // source.full.itemsize)
-                if below is not None and getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
-                    # It counts what is saved, and must count the same in forward and when it recomputes: where it was
-                    # registered as a module's hook, it is above our pair in one and below in the other.
-                    below[0](tensor)
-                return SavedWeight(
-                    self,
-                    source,
-                    tensor.dtype,
-                    offset,
-                    tensor.size(),
-                    tensor.stride(),
-                    tensor.is_conj(),
-                    tensor.is_neg(),
-                    slot,
-                    _version_of(source, slot),
-                    source.generation,
-                )
-        if below is not None:
-            return OuterHooks(below[0](tensor), below[1])
-        return self.default(tensor)
+        source = self._source_of(tensor)
+        if source is None:
+            return self.default(tensor) if below is None else OuterHooks(below[0](tensor), below[1])
+        if below is None or isinstance(below[0], _Packing):
+            return self._note(tensor, source)
+        if getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
+            # It counts what is saved, and must count the same in forward and when it recomputes: where it was
+            # registered as a module's hook, it is above our pair in one and below in the other.
+            below[0](tensor)
+            return self._note(tensor, source)
+        leaves, tree = tree_flatten(below[0](tensor))
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                of = self._source_of(leaf)
+                leaves[at] = leaf if of is None else self._note(leaf, of)
+            elif not isinstance(leaf, (int, float, complex, str, bytes, type(None))):
+                source.unnoted = True  # an object that may hold the weight's memory
+        return PackedWeight(leaves, tree, below[1])
+
+    def _source_of(self, tensor: Tensor) -> Source | None:
+        """Return the buffer whose memory a tensor, or the local one of a `DTensor`, is; None for any other."""
+        tensor = _local(tensor)
+        return self._sources.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
+
+    def _note(self, tensor: Tensor, source: Source) -> Saved:
+        if (local := _local(tensor)) is not tensor:
+            return SavedPart(self._note(local, source), type(tensor), tensor._spec)  # type: ignore[attr-defined]
+        offset = tensor.storage_offset()
+        slot = slot_at(source.starts, offset * tensor.itemsize // source.full.itemsize)
+        return SavedWeight(
+            self,
+            source,
+            tensor.dtype,
+            offset,
+            tensor.size(),
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+            slot,
+            _version_of(source, slot),
+            source.generation,
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a `DTensor`, else the tensor itself."""
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, Tensor) and hasattr(tensor, "_spec") else tensor
 
 
 def _top() -> tuple[Any, Any] | None:

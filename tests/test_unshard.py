@@ -234,3 +234,34 @@ def test_what_cannot_be_unsharded_stays_as_it_was():
     for refused, found in ranks.run(2, inside):
         assert "an optimizer's state has a name that is no text" in refused
         reference.assert_same(found, plain("adamw", 2))
+
+
+def exported(stage, how):
+    """What torch says of a program of a sharded model's forward, and whether that of the plain one is right."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    x = torch.ones(2, 6)
+    make = {
+        "export": lambda: torch.export.export(model, (x,)).module(),
+        "trace": lambda: torch.jit.trace(model, (x,)),
+    }[how]
+    try:
+        with zero.gathered():
+            want = model(x).detach()
+            torch.equal(make()(x), want)
+        said = ""
+    except StateError as error:
+        said = f"{error}"
+    zero.unshard()
+    return said, torch.equal(make()(x), want)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, of jit
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_program_is_made_of_the_model_that_is_plain_again():
+    """At every stage a sharded one is refused, with `zero.unshard()` to write first."""
+    for stage, how in itertools.product((0, 1, 3), ("export", "trace")):
+        for said, right in ranks.run(2, exported, stage, how):
+            assert right and "zero.unshard()" in said
+            assert f"where: torch.{'export' if how == 'export' else 'jit.trace'}" in said

@@ -143,6 +143,7 @@ class Schedule:
 
     def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a unit's forward: gather it and open it."""
+        self._refuse_export()
         recompute = in_backward()
         self.group.hear_crossed()
         if not recompute and self._elsewhere(unit):
@@ -298,6 +299,16 @@ class Schedule:
             if unit.pinned:
                 for buffer in unit.released:
                     buffer.edits.follow()
+
+    def _refuse_export(self) -> None:
+        """Refuse to be part of a program that torch makes of a forward: it would have no weights, or this rank's."""
+        tracing = torch._C._get_tracing_state() is not None
+        if tracing or torch.compiler.is_exporting():
+            raise StateError(
+                "a sharded model cannot be traced or exported as a program",
+                where="torch.jit.trace" if tracing else "torch.export",
+                instead="zero.unshard() on every rank first: the model is plain then, and may be sharded again",
+            )
 
     # --- touches and saved weights ----------------------------------------------------------------------------------
 

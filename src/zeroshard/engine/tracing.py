@@ -30,6 +30,7 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._dynamo import dont_skip_tracing
 
     traced: Callable[..., Any] = dont_skip_tracing(function)
+    traced.__module__ = function.__module__  # by which `unshard` knows it as the engine's
     return traced
 
 

@@ -741,6 +741,72 @@ def test_an_optimizer_without_torchs_init_or_with_states_inside_is_refused_by_na
             assert "Lookahead" in told and says in told
 
 
+class Several(torch.optim.Optimizer):
+    """Two optimizers in a list, with states of their own or, as the refusal says, all in one dict."""
+
+    elementwise = True
+
+    def __init__(self, params, shares):
+        params = [*params]
+        super().__init__(params, {})
+        self.parts = [torch.optim.AdamW(params[:2], lr=0.1), torch.optim.SGD(params[2:], lr=0.1, momentum=0.9)]
+        self.param_groups = [group for inner in self.parts for group in inner.param_groups]
+        if shares:
+            for inner in self.parts:
+                inner.state = self.state
+
+    def step(self, closure=None):
+        for inner in self.parts:
+            inner.step()
+
+
+def in_a_list(engine, shares):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = Several(model.parameters(), shares)
+    engine.shard(model, optimizer)
+    engine.train(model, optimizer, range(3))
+    return model
+
+
+def test_optimizers_in_a_list_train_as_the_refusal_says(stage):
+    check(in_a_list, True, stages=(stage,))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(UserError, match=r"for inner in self\.parts: inner\.state = self\.state"):
+        zeroshard.shard(model, Several(model.parameters(), False))
+
+
+class Bare(torch.optim.Optimizer):
+    """A step without `if p.grad is None: continue`, of plain SGD."""
+
+    elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+def sharded_bare(stage):
+    model = models.build("mlp", sizes=SIZES)
+    try:
+        zeroshard.shard(model, Bare(model.parameters()), stage=stage)
+    except UserError as error:
+        return f"{error}"
+    return ""
+
+
+def test_a_step_that_needs_every_gradient_is_refused_by_name():
+    """Where ranks update parts: one that updates nothing of a parameter has no gradient of it. At stage 0 all have."""
+    for stage in (1, 2, 3):
+        for told in ranks.run(2, sharded_bare, stage):
+            assert "Bare, optimizer 0" in told and "TypeError" in told and "if param.grad is None: continue" in told
+    assert ranks.run(2, sharded_bare, 0) == ["", ""] and ranks.run(1, sharded_bare, 3) == [""]
+
+
 def sparse():
     """A gradient that turns out to be sparse."""
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2))

@@ -341,7 +341,7 @@ def test_what_is_refused_of_whole_tensors():
     for found in ranks.run(2, refused):
         assert "Layout.whole matches no parameter" in found["pattern"] and "0.weight" in found["pattern"]
         assert (
-            "laid out already" in found["added"]
+            "was given to an optimizer after shard" in found["added"]
             and "'0.weight'" in found["added"]
             and "Layout(whole=" in found["added"]
         )

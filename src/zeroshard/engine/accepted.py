@@ -20,10 +20,10 @@ from ..matrices import stacked
 from ..stage import Degree
 from ..tiers.offload import Offload
 from .buffer import Buffer
-from .fragment import check_cut, is_state, updated
+from .fragment import check_cut, updated
 from .optim import Binding
 from .unit import Managed, named_tensors
-from .unsaved import check_kept
+from .unsaved import check_kept, check_states
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}
@@ -72,14 +72,7 @@ _HOOKS = [f"_optimizer_{at}_hooks" for at in ("step_pre", "step_post", "state_di
 
 def check_named(optimizer: Any) -> None:
     """Refuse states under names, beside those of parameters: nobody could tell which rank's count."""
-    for key, state in optimizer.state.items():
-        if not is_state(key, state):
-            raise UserError(
-                "an optimizer keeps a state that is no parameter's, which no checkpoint has a place for",
-                where=f"{type(optimizer).__name__}.state[{key!r:.60}]",
-                got=f"{type(state).__name__} {state!r:.60}",
-                instead="group[name] in its class, an option of its groups: these are saved and loaded",
-            )
+    check_states(optimizer, type(optimizer).__name__, held=False)
 
 
 def _check_made(optimizer: Any) -> None:
@@ -96,14 +89,17 @@ def _check_made(optimizer: Any) -> None:
 def _check_inside(optimizer: Any) -> None:
     """Refuse an optimizer around another whose states it does not share: no checkpoint would hold these."""
     for name, value in vars(optimizer).items():
-        held = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        many = isinstance(value, (dict, list, tuple))
+        held = [*value.values()] if isinstance(value, dict) else value if many else [value]
         for inner in (each for each in held if isinstance(each, torch.optim.Optimizer)):
             if inner.state is not optimizer.state:
+                share = f"for inner in self.{name}{'.values()' * isinstance(value, dict)}: inner.state = self.state"
+                share = share if many else f"self.state = self.{name}.state"
                 raise UserError(
                     "an optimizer inside this one keeps states of its own, which no checkpoint would hold",
                     where=f"{type(optimizer).__name__}.{name}, {type(inner).__name__}",
-                    instead=f"self.state = self.{name}.state in its __init__, one dict for both; or shard(model, ...) "
-                    "with the optimizers inside, and what is around them in your loop",
+                    instead=f"{share} in its __init__, one dict for all; or shard(model, ...) with the optimizers "
+                    "inside, and what is around them in your loop",
                 )
 
 
@@ -225,7 +221,8 @@ def check_added(
             may_cut = bucket.cuts(slot) or spread or (block is None and not told)  # wherever cuts happen to be
             if may_cut and not (block and bucket.block % block == 0 and slot.numel % block == 0):
                 raise UserError(
-                    "an optimizer got a parameter that is laid out already, and not as it may need it",
+                    "a parameter was given to an optimizer after shard(...), which may have cut it where this "
+                    "optimizer needs all of it, or blocks of it",
                     where=f"{type(optimizer).__name__}, a group that was added, parameter {place.name!r}",
                     instead=f"give it the parameter before shard(...), or Layout(whole=[{place.name!r}])",
                 )

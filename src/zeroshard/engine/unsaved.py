@@ -28,7 +28,7 @@ from ..digests import fingerprint
 from ..errors import UserError
 from ..numerics import same_bits, simulated
 from ..ranks.own_collectives import OwnCollectives, refused
-from .fragment import twin_of, uncompiled, updated
+from .fragment import is_state, twin_of, uncompiled, updated
 from .hooks import own_step
 
 log = logging.getLogger("zeroshard")
@@ -46,7 +46,7 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
     by_element: are its parameters cut at any element? Then its states must be, too.
     """
     where = f"{type(optimizer).__name__}, optimizer {number}"
-    _check_states(optimizer, where)
+    check_states(optimizer, where)
     twin = _twin(optimizer)
     if twin is None:
         return
@@ -62,10 +62,12 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
         raise
     except Exception:  # of a step that needs more than small parameters with gradients: nothing is known
         return
-    _check_states(twin, where)
+    check_states(twin, where)
     draws = not alone and _draws(optimizer, twin)  # then two trials cannot be compared
     if not (alone or draws):
         _check_tensors(optimizer, twin, where)
+    if not alone:
+        _check_without(optimizer, where)
     if by_element:
         _check_elements(twin, where)
     if by_element and not draws:
@@ -85,14 +87,19 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
             )
 
 
-def _check_states(optimizer: Any, where: str) -> None:
-    held = set(map(id, updated(optimizer)))
+def check_states(optimizer: Any, where: str, *, held: bool = True) -> None:
+    """Refuse states that are no parameter's: a checkpoint has no place for them, and ranks may differ in them.
+
+    held: of a parameter of its own? One that was taken out of the groups may have left its state there.
+    """
+    own = set(map(id, updated(optimizer)))
     for key, value in optimizer.state.items():
-        if not isinstance(key, Tensor) or (value and id(key) not in held) or not isinstance(value, Mapping):
+        if not is_state(key, value) or (held and value and id(key) not in own):
             raise UserError(
                 "an optimizer keeps a state that belongs to none of its parameters, and a checkpoint would not have it",
-                where=f"{where}, optimizer.state[{'a tensor' if isinstance(key, Tensor) else repr(key)}]",
+                where=f"{where}, optimizer.state[{'a tensor' if isinstance(key, Tensor) else f'{key!r:.60}'}]",
                 expected="optimizer.state[param] = {name: value}",
+                got=f"{type(value).__name__} {value!r:.60}",
                 instead="keep it as an option of a group: optimizer.param_groups[0][name] = a number or text",
             )
 
@@ -154,6 +161,22 @@ def _check_tensors(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> N
             instead="shard(..., stage=0); a norm of all gradients by torch.nn.utils.clip_grad_norm_("
             "model.parameters(), ...) before step()",
         )
+
+
+def _check_without(optimizer: torch.optim.Optimizer, where: str) -> None:
+    """Refuse a step that fails where a parameter has no gradient: a rank has none of a parameter that others update."""
+    twin = _twin(optimizer)
+    assert twin is not None
+    updated(twin)[-1].grad = None
+    try:
+        _step(twin)
+    except Exception as error:
+        raise UserError(
+            "an optimizer's step fails on a parameter without a gradient, and a rank has none of what others update",
+            where=where,
+            got=f"{type(error).__name__}: {error}"[:200],
+            instead="if param.grad is None: continue, in its step(), as torch's own have it; or shard(..., stage=0)",
+        ) from error
 
 
 def _check_halves(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> None:
@@ -228,8 +251,11 @@ def _simple(value: Any, small: Mapping[int, Any]) -> bool:
 
 
 def _small(param: Tensor, *, halves: bool) -> nn.Parameter:
-    """Return a stand-in for a parameter, with a gradient; as many elements in both halves as vectors of a processor
-    have, so that a kernel's rest is no reason for other bits."""
+    """Return a small parameter with a gradient, of as many dimensions; with `halves` its first half, in one dimension.
+
+    Whole or half, its elements fill the vectors of any processor, unless there is only one: a kernel may round those
+    that come after the last full vector otherwise, and that is no reason to refuse an optimizer.
+    """
     shape = (SMALL, SMALL, *[1] * (param.dim() - 2)) if param.dim() > 1 else (SMALL * SMALL,) * param.dim()
     values = torch.linspace(-1.0, 1.0, SMALL * SMALL if shape else 1, device=param.device)
     values, slope = (each.to(param.dtype) for each in (values.sin(), values.cos() * 0.01))

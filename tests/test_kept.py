@@ -112,6 +112,30 @@ def stepped_already(path):
 
 
 @pytest.mark.row(45)
+def test_options_that_only_a_checkpoint_has_are_told_once(tmp_path, caplog):
+    """By the log, with the optimizer's group: which they are, and that they were taken."""
+    caplog.set_level("INFO", logger="zeroshard")
+
+    def sharded():
+        model = nn.Linear(6, 4)
+        optimizer = Counting(model.parameters())
+        return model, optimizer, zeroshard.shard(model, optimizer, stage=2)
+
+    def saved_then_loaded():
+        model, optimizer, zero = sharded()
+        model(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+        zero.save(tmp_path / "a")
+        _, other, again = sharded()
+        again.load(tmp_path / "a")
+        return other.param_groups[0]["step"]
+
+    with zeroshard.world(2) as world:
+        assert world.run(saved_then_loaded) == [1, 1]
+    told = [each.getMessage() for each in caplog.records if "only the checkpoint had" in each.getMessage()]
+    assert len(told) == 1 and "optimizer 0, group 0, ['last', 'norm', 'step']" in told[0]
+
+
 def test_an_optimizer_that_has_stepped_refuses_options_that_it_lacks(ranks, tmp_path):
     ranks.run(2, saves, tmp_path / "a", 3, 2)
     ranks.run(2, stepped_already, tmp_path / "a")

@@ -70,6 +70,37 @@ def test_each_ranks_stay_from_shard_to_unshard(ranks, stage):
     assert ranks.run(3, sharded_and_trained, stage) == [(want(rank), want(rank, rank + 3)) for rank in range(3)]
 
 
+def grown_and_loaded(folder):
+    """A buffer that has grown since the model was made, by another number of elements on each rank."""
+    rank = rank_processes.rank()
+    model, _, zero = shard(3)
+    model.seen.fill_(rank)
+    model.register_buffer("log", torch.zeros(2))
+    model.log = torch.arange(2.0 + rank)
+    zero.save(folder)
+    again, _, other = shard(3)
+    again.register_buffer("log", torch.zeros(2))
+    with pytest.raises(CheckpointError) as error:
+        other.load(folder)
+    loaded = other.load(folder, strict=False)
+    skipped, left = loaded.buffers["log"] if loaded.buffers else None, again.log.tolist()
+    again.log = torch.empty(2 + rank)
+    whole = other.load(folder)
+    return f"{error.value}", skipped, left, again.log.tolist(), {**whole.buffers}
+
+
+@pytest.mark.row(45)
+def test_a_buffer_that_has_grown_is_named_with_what_to_write(ranks, tmp_path):
+    for rank, (says, skipped, left, loaded, none) in enumerate(ranks.run(2, grown_and_loaded, tmp_path / "a")):
+        assert "buffer 'log' is (2,) torch.float32, saved was (3,) torch.float32" in says
+        assert "torch.empty((3,), dtype=torch.float32)" in says
+        if rank:
+            assert [each.tolist() for each in skipped] == [[0, 1], [0, 1, 2]] and left == [0, 0]
+        else:  # its own fits
+            assert skipped is None and left == [0, 1]
+        assert loaded == [*range(2 + rank)] and none == {}
+
+
 def partly_on_meta():
     """Rank 1's values of `seen` and `table` are on meta: it gets rank 0's, and others keep theirs."""
     rank = rank_processes.rank()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,13 +32,16 @@ from .files import MANIFEST, absolute, canonical
 from .manifest import AVERAGE, VALUE, Saved, Stored, numel, own_name, siblings, unplain
 from .others import other
 
+log = logging.getLogger("zeroshard")
+
 
 class Loaded(NamedTuple):
     """The answer of `zero.load`. extra: what was saved along. skipped: differences that `strict=False` passed over.
 
     ranks: the number of ranks that saved it; random states are restored where this run has as many. batches: its place
-    in `zero.batches`, if it had one. buffers: what another number of ranks saved of buffers that differed between them
-    (`Layout(buffers="local")`): each rank's, on the CPU, or None where it had none; loading changed none of these.
+    in `zero.batches`, if it had one. buffers: what was saved of buffers that loading left as they were, because another
+    number of ranks saved them (`Layout(buffers="local")`), or because this rank's have another shape or dtype: each
+    rank's, on the CPU, or None where it had none.
     """
 
     extra: dict[str, Any]
@@ -74,6 +78,7 @@ class Staged:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     differing: dict[str, list[Tensor | None]] = field(default_factory=dict)  # see `Loaded.buffers`
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
+    later: list[str] = field(default_factory=list)  # options that only the checkpoint has, by group
     extra: dict[str, Any] = field(default_factory=dict)
     rng: Rng | None = None
 
@@ -138,6 +143,8 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
         saved.reader.finish()
         renew(running)
         saved.reader.unchanged()
+    if group.rank == 0 and staged.later:
+        log.info("%s: options that only the checkpoint had were taken: %s", folder, "; ".join(staged.later))
     running.seed, running.no_sync = saved.manifest["seed"], saved.manifest.get("no_sync", 0)
     if running.moving and saved.manifest.get("average"):
         running.moving.updates = saved.manifest["average"]["updates"]
@@ -187,7 +194,11 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
             found.append(f"saved buffer {name!r} is not in the model")
         elif not _fits(stored, buffers[name]):
             have = f"{tuple(buffers[name].shape)} {buffers[name].dtype}"
-            found.append(f"buffer {name!r} is {have}, saved was {stored.shape} {stored.dtype}")
+            found.append(
+                f"buffer {name!r} is {have}, saved was {stored.shape} {stored.dtype}: give the model one of that kind "
+                f"before the load, torch.empty({stored.shape}, dtype={stored.dtype}); or strict=False leaves this "
+                "model's, and has each rank's in its answer's `buffers`"
+            )
     decays = running.moving and running.moving.decay, (saved.manifest.get("average") or {}).get("decay")
     if decays[0] != decays[1]:
         found.append("the average of the weights has decay {}, saved was {}".format(*decays))
@@ -199,6 +210,14 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
 def _apart(running: ModelState, saved: Saved) -> Mapping[str, list[Stored | None]]:
     """Return each rank's of the buffers that differ, where they cannot be given to as many ranks as load."""
     return saved.differing if saved.manifest["ranks"] != running.group.ranks else {}
+
+
+def _aside(running: ModelState, saved: Saved) -> dict[str, list[Stored | None]]:
+    """Return each rank's of the buffers that this rank cannot take: those apart, and those that do not fit its own."""
+    ranks, own = saved.manifest["ranks"], dict(persistent(running.model))
+    theirs = saved.buffers_for(running.group.rank, running.group.ranks)
+    other = [name for name, stored in theirs.items() if name in own and not _fits(stored, own[name])]
+    return {**_apart(running, saved), **{name: [saved.buffer(name, rank) for rank in range(ranks)] for name in other}}
 
 
 def _fits(stored: Stored, tensor: Tensor) -> bool:
@@ -314,10 +333,15 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
     for name in fitting:
         _stage_value(running, saved, name, staged)
     paired = len(running.bindings) == len(manifest["optimizers"])
-    for binding, told in zip(running.bindings, manifest["optimizers"] if paired else [], strict=False):
-        for match in _matches(running, binding, told) if told["class"] == type(binding.optimizer).__name__ else ():
+    for number, (binding, told) in enumerate(
+        zip(running.bindings, manifest["optimizers"] if paired else [], strict=False)
+    ):
+        alike_kind = told["class"] == type(binding.optimizer).__name__
+        for at, match in enumerate(_matches(running, binding, told) if alike_kind else ()):
             theirs = (match.saved or {}).items()
             later = _later(binding, match)
+            if later:
+                staged.later.append(f"optimizer {number}, group {at}, {sorted(later)}")
             fit = {key: value for key, value in theirs if key in later or key in match.mine}
             fit = {key: value for key, value in fit.items() if key in later or alike(match.mine[key], value)}
             for key in later & match.tensors.keys():
@@ -334,7 +358,7 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
     for name, tensor in persistent(running.model):
         if name in buffers and _fits(buffers[name], tensor):
             staged.buffers[name] = saved.read(buffers[name])
-    for name, each in _apart(running, saved).items():
+    for name, each in _aside(running, saved).items():
         staged.differing[name] = [stored and saved.read(stored) for stored in each]
     staged.extra = unplain(manifest["extra"], {key: saved.read(stored) for key, stored in saved.extra.items()})
     if manifest["ranks"] == running.group.ranks:

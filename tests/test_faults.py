@@ -419,6 +419,21 @@ def test_who_tells_of_a_lost_rank_and_ends_is_not_called_lost_itself():
     asking.close()
 
 
+def test_what_ranks_have_left_is_forgotten_after_two_levellings():
+    """A run of many exceptions keeps no more of them than one of two."""
+    watch, other = Watch(0, "127.0.0.1", dict), Watch(1, "127.0.0.1", dict)
+    try:
+        other.peers = {0: watch.address}
+        for number in range(1, 8):
+            other.say_left(number, {2: f"an exception ended step {number}"})
+            other.say_left(number, {3: "said second"})  # which is not taken
+        want = {number: {2: f"an exception ended step {number}"} for number in (6, 7)}
+        assert other.left == want and watch.left == want
+    finally:
+        watch.close()
+        other.close()
+
+
 CROWD = """
 import json, resource, sys
 from zeroshard.ranks.watch import Watch, _ask

@@ -116,8 +116,15 @@ class Watch:
 
         number: of the levelling to which all come then.
         """
-        self.left.setdefault(number, left)
+        self._note_left(number, left)
         self._send({"left": left, "before": number})
+
+    def _note_left(self, number: int, left: dict[int, str]) -> None:
+        """Keep what the first to say it said. No rank leaves anything before a levelling while another one has still to
+        come to the last but one: so what was left before that is forgotten."""
+        self.left.setdefault(number, left)
+        for before in [each for each in tuple(self.left) if each < number - 1]:
+            self.left.pop(before, None)  # the watch's own thread may have done so
 
     def say_ended(self) -> None:
         """Tell every peer that this rank's program comes to its end, and will not answer any more."""
@@ -189,7 +196,7 @@ class Watch:
         if "ended" in message:
             self.ended |= {int(message["ended"])}
         if told := message.get("left"):
-            self.left.setdefault(int(message["before"]), {int(rank): str(why) for rank, why in told.items()})
+            self._note_left(int(message["before"]), {int(rank): str(why) for rank, why in told.items()})
         if number := int(message.get("level", 0)):
             self.called = max(self.called, number)
             self.summoned(number)

@@ -245,9 +245,11 @@ class Assembly:
         return flats, memory
 
     def _place_buffers(self, module: nn.Module, before: Before, given: dict[int, int], lacking: set[int]) -> None:
-        """Move a module's buffers to the device, and send rank 0's to all, or, of each rank's own, to those without.
+        """Move a module's buffers to the device, and send those of rank 0 to all ranks.
 
-        given: another source rank, by id. lacking: the ids of what was on meta here.
+        With `Layout(buffers="local")` each rank keeps its own, and only where a rank had a buffer on meta it gets that
+        of another one. given: by the buffer's id, which rank sends it, if not rank 0. lacking: the ids of the buffers
+        that were on meta on this rank.
         """
         for name, tensor in sorted(module._buffers.items()):  # where ranks have others, these are in one order
             if tensor is not None:

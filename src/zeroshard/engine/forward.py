@@ -40,7 +40,7 @@ class Forward(Transaction):
         self.releases = releases
         self.frames: list[Frame] = []
         self.grad = False  # was it called in grad mode?
-        self.whole = -1  # backwards that had begun when the last one in grad mode ended without an exception
+        self.whole = -1  # how many backwards had begun when the last forward in grad mode ended without an exception
         self.alone: Unit | None = None  # the unit that it begins with, if no other rank need take part in it
         self._held: list[Unit] = []  # units of several modules that stay open between their modules' forwards
         self._last: Unit | None = None  # the unit that it left last

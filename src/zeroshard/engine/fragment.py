@@ -355,10 +355,12 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
 
 
 def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, ...]]]:
-    """Return what an optimizer on this rank updates together of a slot, and in which shape: 1-D; the parameter's if
-    this rank has all, and with no last dimension if another one has. Of stacked matrices each by itself.
+    """Return the pieces of a parameter that an optimizer on this rank updates: the elements and the shape of each.
 
-    A parameter without dimensions has one here nevertheless: so a count of steps, which has none, differs from it.
+    A piece is 1-D if the parameter is cut. Else it has the parameter's shape on the rank that updates the parameter,
+    and is empty on all others, with as many dimensions (`_nothing_of`). Of stacked matrices (`Layout.matrices`) each
+    is a piece. A parameter without dimensions is a piece of one dimension: so its states differ in shape from a count
+    of steps, which has none.
     """
     slot = buffer.bucket.slots[position]
     held = slot.within(*buffer.updated)
@@ -375,8 +377,8 @@ def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, .
 
 
 def _nothing_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without elements that has as many dimensions, and can be made 2-D by view(len(p), -1): a rank that
-    updates nothing of a group runs its optimizer's step on one such tensor."""
+    """Return this shape with a last dimension of 0: that of an empty tensor, on which a rank runs its optimizer's step
+    if it updates nothing of a group. Optimizers of matrices call `view(len(p), -1)`, which such a tensor takes."""
     return *shape[:-1], 0
 
 

@@ -9,8 +9,9 @@ some of those that it waits for, by the watch (`watch.py`). What they say is a f
     stands in  its program waits for this rank in a collective over a group of its own
     forward    its last forward raised, and was ended on all ranks together: no backward can follow that one
 
-A wait is for nothing only if the other rank has not launched what it is for (`keeps`). Whatever all ranks raise alike
-ends no wait: the rank that comes to it first has launched all that the others wait for until theirs.
+A rank stops waiting only if the other one has not launched the collective that it waits for (`keeps`). So nothing
+stops where all ranks raise the same exception at the same place: the first to raise has launched each collective that
+the others wait for before they come to that place.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class Left(NamedTuple):
     counts: Sequence[int] = ()  # collectives launched so far, by the place of their stream
 
     def keeps(self, place: int, number: int, *, backward: bool) -> str:
-        """Return why this rank will not launch a collective for which another one waits; "" if it has, or may.
+        """Return why this rank will not launch the collective that another one waits for; "" if it has, or still may.
 
-        place, number: of the collective. backward: does it begin a backward of which no rank has been before?
+        place, number: it is the collective with this number, counted from 1, of the stream at this place.
+        backward: does it begin a backward that no rank has come to yet? A rank whose last forward raised never will.
         """
         if place < len(self.counts) and self.counts[place] >= number:
             return ""

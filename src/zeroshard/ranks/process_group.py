@@ -289,11 +289,12 @@ class ProcessGroup(Group):
         self._groups.sums_begun = number
 
     def parted(self) -> bool:
-        """Ask the ranks on this one's lines: a rank waits for what this one has not launched, and has begun fewer sums.
+        """Tell if ranks differ in what they do in this backward: ask those on this rank's lines of the grid.
 
-        Ranks that do the same begin sums and launch all else in one order: there who has begun fewer has launched no
-        more. It is exact, also if a message is late, and so what is held stays what was planned. A rank that has learnt
-        it says so: in a few rounds all that ask know it.
+        They differ if one of them waits for a collective that this rank has not launched, although it has begun fewer
+        sums. Ranks that do the same begin sums, and launch all else, in one order: then a rank that has begun fewer
+        sums has launched no more. So the answer is never wrong, also if a message is late, and as many bytes are held
+        as were planned. A rank that knows that they differ tells whoever asks it: after a few rounds all know.
         """
         groups, watch, number = self._groups, self._groups.watch, f"{self._link.engine} {self.numbers['backward']}"
         if not (groups.parted == number or watch.alarm or watch.called > groups.levellings):

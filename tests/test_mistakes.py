@@ -17,6 +17,8 @@ import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.cli.main import app
 from zeroshard.errors import CheckpointError, PeerError, ReleasedError, StateError, UserError
+from zeroshard.integrations.common import refuse_misspelt
+from zeroshard.stage import seat
 
 STAGES = (0, 1, 2, 3)
 
@@ -141,6 +143,37 @@ def of_torch(folder):
 def of_peft(folder):
     (folder / "adapter_config.json").write_text("{}")
     (folder / "adapter_model.safetensors").write_bytes(b"")
+
+
+class Trainer:
+    """As a trainer of another package's, which refuses what it does not know."""
+
+    def __init__(self, model, train_dataset=None):
+        pass
+
+
+class Ours(Trainer):
+    def __init__(self, *args, stage=3, **kwargs):
+        refuse_misspelt(type(self), kwargs)
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("given", "meant"), [({"stge": 1}, "stage=1"), ({"train_datset": [1]}, "train_dataset=[1]")])
+def test_an_argument_that_is_nearly_a_trainers_is_asked_about(given, meant):
+    """By whichever class it is taken; one that is like none is the trainer's to refuse."""
+    with pytest.raises(UserError, match="Ours takes no such argument") as error:
+        Ours(None, **given)
+    assert instead(error) == f"did you mean {meant}?"
+    with pytest.raises(TypeError, match="bananas"):
+        Ours(None, bananas=1)
+    Ours(None, stage=1, train_dataset=[1])
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(1, "2 ranks, or a multiple of that; or replicas=1"), (3, "one of 1, 3")])
+def test_replicas_that_do_not_divide_the_ranks_name_what_does(ranks, said):
+    with pytest.raises(UserError, match="replicas must divide the ranks") as error:
+        seat(0, ranks, 2)
+    assert instead(error) == said
 
 
 FOLDERS = {

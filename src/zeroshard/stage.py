@@ -160,10 +160,11 @@ def seat(rank: int, ranks: int, replicas: int = 1, *, hosts: bool = False, by_pa
     if replicas < 1 or ranks % replicas:
         divisors = [str(count) for count in range(1, ranks + 1) if ranks % count == 0]
         name = "hosts" if hosts else "replicas"
+        more = f"{max(replicas, 1)} ranks, or a multiple of that; or {name}=1"
         raise UserError(
             f"{name} must divide the ranks",
             got=f"{name}={replicas}, ranks={ranks}",
-            instead=f"one of {', '.join(divisors[:12])}",
+            instead=f"one of {', '.join(divisors[:12])}" if ranks > 1 else more,
         )
     size, by_part = ranks // replicas, replicas > 1 and (by_part or hosts)
     grid = Grid((("replicate", replicas), ("shard", size)))

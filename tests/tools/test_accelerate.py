@@ -238,6 +238,8 @@ def test_a_model_on_meta_is_prepared():
 
 
 def test_what_cannot_work_is_refused():
+    with pytest.raises(UserError, match=r"(?s)ZeroAccelerator takes no such argument.*did you mean stage=1\?"):
+        accelerator(3, stge=1)
     plugin = accelerate.utils.DistributedDataParallelKwargs()
     with pytest.raises(UserError, match=r"(?s)no DistributedDataParallel.*Layout"):
         accelerator(3, kwargs_handlers=[plugin])

@@ -1221,6 +1221,8 @@ def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
     assert str(tmp_path / "zero.html") in capsys.readouterr().out.replace("\n", "")
     page = json.loads(Scripts((tmp_path / "zero.html").read_text(encoding="utf-8")).contents[0])
     assert page["run"] == found and page["walkthroughs"] == packaged()
+    explain((str(tmp_path),), out=None, text=False, stage=None, element=None, browse=False, as_json=True)
+    assert json.loads(capsys.readouterr().out) == page
     explain((str(tmp_path),), out=None, text=True, stage=None, element=None, browse=False)
     out = capsys.readouterr().out
     for shown in found["recording"]["ranks"]:

@@ -393,7 +393,15 @@ def test_a_model_on_meta_is_filled_by_train_alone(tmp_path):
         made.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
 
 
+def trainer_class():
+    from zeroshard.integrations.transformers import ZeroTrainer
+
+    return ZeroTrainer
+
+
 def test_what_cannot_work_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"(?s)ZeroTrainer takes no such argument.*stge=1.*did you mean stage=1\?"):
+        trainer_class()(torch.nn.Linear(2, 2), stge=1)
     for name, value in (("auto_find_batch_size", True), ("ddp_bucket_cap_mb", 10), ("ddp_broadcast_buffers", False)):
         with pytest.raises(UserError, match=f"(?s){name}={value}.*instead"):
             trainer(3, tmp_path, **{name: value})

@@ -196,10 +196,14 @@ class RunConfig:
         least_of = {"ranks": 1, "steps": 1, "batch": 1, "accumulate": 1, "seed": 0, "save_every": 0, "keep": 1}
         for name, least in least_of.items():
             within(name, getattr(self, name), least)
-        if self.replicas < 1 or self.ranks % self.replicas:
-            raise InputError(f"--replicas must divide --ranks {self.ranks}, got {self.replicas}")
-        if self.hosts < 1 or self.ranks % self.hosts:
-            raise InputError(f"--hosts must divide --ranks {self.ranks}, got {self.hosts}")
+        for name in ("replicas", "hosts"):
+            count = getattr(self, name)
+            if count < 1 or self.ranks % count:
+                fewest = max(count, 1)
+                raise InputError(
+                    f"--{name} must divide --ranks {self.ranks}, got {count}; "
+                    f"instead: --ranks {-(-self.ranks // fewest) * fewest}, or --{name} 1"
+                )
         if self.optimizer_over == "all" and self.stage == 0:
             raise InputError("--optimizer-over all takes --stage 1, 2 or 3: at stage 0 every rank keeps all states")
         if not 0 < self.timeout <= 1e9:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +17,30 @@ LETTERS = ("A", "B", "C", "D", "E")  # of the published texts
 
 
 def explain(
-    runs: tuple[str, ...], *, out: str | None, browse: bool, text: bool, stage: int | None, element: str | None
+    runs: tuple[str, ...],
+    *,
+    out: str | None,
+    browse: bool,
+    text: bool,
+    stage: int | None,
+    element: str | None,
+    as_json: bool = False,
 ) -> None:
-    """Write the page and say where, or print it."""
+    """Write the page and say where, or print it, or what it is made of."""
     if len(runs) > 2:
         raise InputError(f"explain shows one run, or compares two; got {len(runs)} folders")
     for option, value in {"--element": element, "--stage": stage}.items():
         if value is not None and (not text or runs):
             raise InputError(f"{option} is for the walkthrough in the terminal: add --text, and leave RUN_DIR out")
+    if text and as_json:
+        raise InputError("--text prints words and --json an object; leave one of them out")
+    if (text or as_json) and (out is not None or browse):
+        word = "text" if text else "json"
+        raise InputError(f"--{word} prints here and writes no page; leave --out and --open out")
+    if as_json:
+        print(json.dumps(made_of(runs)))
+        return
     if text:
-        if out is not None or browse:
-            raise InputError("--text prints here and writes no page; leave --out and --open out")
         _print(runs, element or "W_q[0,0]", stage)
         return
     path = write(runs, out)
@@ -37,23 +51,28 @@ def explain(
 
 def write(runs: Sequence[str | Path], out: str | None = None) -> Path:
     """Write the page of a run's folder, of two, or of the walkthroughs alone; returns its path."""
-    from zeroshard.explain.document import Page, built_in, document
+    from zeroshard.explain.document import Page
 
     path = Path(out) if out is not None else Path(runs[0] if runs else ".") / PAGE
-    told = [_read(run) for run in runs]
-    page = Page(
-        document(
-            walkthroughs=built_in(),
-            run=told[0] if told else None,
-            other=told[1] if len(told) == 2 else None,
-            compared=_compared(runs) if len(told) == 2 else None,
-        )
-    )
+    page = Page(made_of(runs))
     try:
         page.write(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
     return path
+
+
+def made_of(runs: Sequence[str | Path]) -> dict[str, Any]:
+    """Return the page's document: the walkthroughs, and of one run or two what they recorded and how they compare."""
+    from zeroshard.explain.document import built_in, document
+
+    told = [_read(run) for run in runs]
+    return document(
+        walkthroughs=built_in(),
+        run=told[0] if told else None,
+        other=told[1] if len(told) == 2 else None,
+        compared=_compared(runs) if len(told) == 2 else None,
+    )
 
 
 def _compared(runs: Sequence[str | Path]) -> dict[str, Any]:

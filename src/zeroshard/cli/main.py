@@ -85,7 +85,7 @@ def main() -> None:
             time.sleep(SPEAKER)  # a rank that ends makes torchrun end the others, and one of them is about to speak
         code = _say(error if place is None or place.local_rank == 0 else "", launch.BAD_INPUT)
     except typer.TyperException as error:  # an option that does not exist, a value of the wrong type
-        code = _say(error.format_message(), launch.BAD_INPUT)
+        code = _say(error.format_message().replace(": Value error, ", ": "), launch.BAD_INPUT)
     except Error as error:
         launch.say_nothing_when_told()
         who = f"rank {place.rank}: " if place else ""

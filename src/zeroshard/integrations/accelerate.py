@@ -28,7 +28,7 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.offload import Offload
-from .common import FOLDER, OWN, whole_state
+from .common import FOLDER, OWN, refuse_misspelt, whole_state
 from .weights import load
 
 _OTHERS = {DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
@@ -52,6 +52,7 @@ class ZeroAccelerator(Accelerator):
         **kwargs: Any,
     ) -> None:
         """weights: a folder as `zeroshard.load` takes it, to fill a model on meta: each rank reads its own parts."""
+        refuse_misspelt(type(self), kwargs)
         super().__init__(*args, **kwargs)
         if self.ddp_handler is not None:
             raise UserError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+import inspect
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +12,31 @@ from torch import Tensor, nn
 
 from ..api import Zero
 from ..engine.unit import named_tensors
+from ..errors import UserError
 
 OWN = "_zeroshard_zero"  # the attribute that holds the Zero of a model that a trainer has sharded
 FOLDER = "zeroshard"  # in a trainer's checkpoint: what zero.save wrote
+
+
+def refuse_misspelt(kind: type, given: Mapping[str, Any]) -> None:
+    """Raise `UserError` for an argument that no class of a trainer's takes and that is nearly one which they take.
+
+    kind: the trainer's class. given: what it is to hand on. An argument that is like none is left to the trainer.
+    """
+    taken: dict[str, None] = {}
+    for each in kind.__mro__:
+        if "__init__" in vars(each) and each is not object:
+            parameters = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
+            names = [param.name for param in parameters if param.kind not in (param.VAR_KEYWORD, param.VAR_POSITIONAL)]
+            taken |= dict.fromkeys(names)
+    taken.pop("self", None)
+    for name, value in given.items():
+        if name not in taken and (close := difflib.get_close_matches(name, taken, n=1, cutoff=0.7)):
+            raise UserError(
+                f"{kind.__name__} takes no such argument",
+                got=f"{name}={value!r}",
+                instead=f"did you mean {close[0]}={value!r}?",
+            )
 
 
 def whole_state(zero: Zero) -> dict[str, Any]:

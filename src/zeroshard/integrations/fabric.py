@@ -28,7 +28,7 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.offload import Offload
-from .common import FOLDER, OWN, params_of, whole_state
+from .common import FOLDER, OWN, params_of, refuse_misspelt, whole_state
 
 REST = "fabric.ckpt"  # in a checkpoint's folder, beside one folder of zero.save for each module
 _TOGETHER = "model, optimizer = fabric.setup(model, optimizer)"
@@ -46,6 +46,7 @@ class ZeroFabricStrategy(DDPStrategy):
         comm: Comm | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_misspelt(type(self), kwargs)
         super().__init__(**kwargs)
         if self._ddp_kwargs:
             names = ", ".join(self._ddp_kwargs)

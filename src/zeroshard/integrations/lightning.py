@@ -29,7 +29,7 @@ from ..layout import Layout
 from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.offload import Offload
-from .common import FOLDER, OWN, params_of, whole_state
+from .common import FOLDER, OWN, params_of, refuse_misspelt, whole_state
 
 REST = "lightning.ckpt"  # in a checkpoint's folder, beside FOLDER
 
@@ -56,6 +56,7 @@ class ZeroStrategy(DDPStrategy):
         comm: Comm | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_misspelt(type(self), kwargs)
         super().__init__(**kwargs)
         if self._ddp_kwargs:
             raise TypeError(f"ZeroStrategy takes no {', '.join(self._ddp_kwargs)}: there is no DistributedDataParallel")

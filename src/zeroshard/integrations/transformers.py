@@ -29,7 +29,7 @@ from ..numerics import Precision
 from ..ranks.comm import Comm
 from ..tiers.offload import Offload
 from .accelerate import ZeroAccelerator
-from .common import FOLDER, whole_state
+from .common import FOLDER, refuse_misspelt, whole_state
 
 _SCHEDULER = "scheduler.pt"  # as the Trainer names it
 
@@ -58,6 +58,7 @@ class ZeroTrainerMixin:
         weights: str | os.PathLike[str] | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_misspelt(type(self), kwargs)
         settings = {"stage": stage, "precision": precision, "offload": offload, "layout": layout, "comm": comm}
         self._zero_settings = {**settings, "weights": weights}  # the trainer's __init__ builds the accelerator
         super().__init__(*args, **kwargs)

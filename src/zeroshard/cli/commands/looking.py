@@ -30,6 +30,7 @@ class Shown:
     ] = None
     browse: Annotated[bool, option(COMMON, "Show the page in a browser, or only write it.", "--open/--no-open")] = False
     text: Annotated[bool, option(COMMON, "Print it here instead of writing a page.", "--text")] = False
+    as_json: Annotated[bool, option(COMMON, "Print what the page is made of, as one JSON object.", "--json")] = False
     stage: Annotated[int | None, unset(COMMON, "With --text, without RUN_DIR: only this stage.")] = None
     element: Annotated[
         str | None,

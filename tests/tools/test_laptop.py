@@ -11,7 +11,7 @@ import torch
 
 import zeroshard
 from zeroshard.errors import UserError
-from zeroshard.planner import gpus
+from zeroshard.planner import clock, gpus
 from zeroshard.planner.machines import KNOWN_BY, MACHINES
 
 ROOT = Path(__file__).parents[2]
@@ -145,6 +145,7 @@ def test_every_gpu_has_a_source_and_is_filled_by_one_rule(name):
     assert 0 < gpu.flops < 1e16 and 0 < gpu.bandwidth < 1e13
     assert gpus.usable(name) == int((gpu.gib * 2**30 - 2.5 * 2**30) * 0.97) < gpu.gib * 2**30
     assert zeroshard.plan(params=7, gpu=name).gpu_mem == gpus.usable(name)
+    assert clock.CARDS[name][:2] == (gpu.flops, gpu.bandwidth)  # by which the clock of a plan goes too
     assert gpus.note(name).startswith(f"{name}: {gpu.gib} GiB, of which tensors get ")
 
 

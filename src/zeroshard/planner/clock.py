@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from .asked import Asked
 
 GB = 10**9
-TERA = 10**12
 PCIE_3, PCIE_4, PCIE_5 = 12 * GB, 25 * GB, 50 * GB  # of 16 lanes, one way, as pinned copies reach
 
 
@@ -44,24 +43,28 @@ class Card(NamedTuple):
     link: float
 
 
-# Data sheets of the vendors; a card without a link of its own sends over the bus.
+# Of each GPU of `gpus.GPUS`, its bus and its link, by the vendors' data sheets; a card without a link of its own sends
+# over the bus.
+_LINKS: Mapping[str, tuple[float, float]] = {
+    "b200": (PCIE_5, 900 * GB),
+    "h200": (PCIE_5, 450 * GB),
+    "h100-80": (PCIE_5, 450 * GB),
+    "a100-80": (PCIE_4, 300 * GB),
+    "a100-40": (PCIE_4, 300 * GB),
+    "mi300x": (PCIE_5, 448 * GB),
+    "a6000": (PCIE_4, PCIE_4),
+    "l40s": (PCIE_4, PCIE_4),
+    "l4": (PCIE_4, PCIE_4),
+    "a10g": (PCIE_4, PCIE_4),
+    "v100-32": (PCIE_3, 150 * GB),
+    "v100-16": (PCIE_3, 150 * GB),
+    "t4": (PCIE_3, PCIE_3),
+    "5090": (PCIE_5, PCIE_5),
+    "4090": (PCIE_4, PCIE_4),
+    "3090": (PCIE_4, PCIE_4),
+}
 CARDS: Mapping[str, Card] = {
-    "b200": Card(2250 * TERA, 8000 * GB, PCIE_5, 900 * GB),
-    "h200": Card(989 * TERA, 4800 * GB, PCIE_5, 450 * GB),
-    "h100-80": Card(989 * TERA, 3350 * GB, PCIE_5, 450 * GB),
-    "a100-80": Card(312 * TERA, 2039 * GB, PCIE_4, 300 * GB),
-    "a100-40": Card(312 * TERA, 1555 * GB, PCIE_4, 300 * GB),
-    "mi300x": Card(1307 * TERA, 5300 * GB, PCIE_5, 448 * GB),
-    "a6000": Card(155 * TERA, 768 * GB, PCIE_4, PCIE_4),
-    "l40s": Card(362 * TERA, 864 * GB, PCIE_4, PCIE_4),
-    "l4": Card(121 * TERA, 300 * GB, PCIE_4, PCIE_4),
-    "a10g": Card(70 * TERA, 600 * GB, PCIE_4, PCIE_4),
-    "v100-32": Card(125 * TERA, 900 * GB, PCIE_3, 150 * GB),
-    "v100-16": Card(125 * TERA, 900 * GB, PCIE_3, 150 * GB),
-    "t4": Card(65 * TERA, 320 * GB, PCIE_3, PCIE_3),
-    "5090": Card(209 * TERA, 1792 * GB, PCIE_5, PCIE_5),
-    "4090": Card(165 * TERA, 1008 * GB, PCIE_4, PCIE_4),
-    "3090": Card(71 * TERA, 936 * GB, PCIE_4, PCIE_4),
+    name: Card(gpus.GPUS[name].flops, gpus.GPUS[name].bandwidth, *links) for name, links in _LINKS.items()
 }
 UNNAMED = "a100-80"  # whose speed stands for that of a GPU of which only the memory is told
 GPUS = 8  # of one host

@@ -602,47 +602,36 @@ class Search:
         A way that shares the optimizer's states between tiers begins with as much in the faster ones as its states
         alone allow. If its plan does not fit, a share moves to the slower one, and it waits for its turn again.
         """
-        turns: list[tuple[float, int, Way, tuple[str, ...], int, bool]] = []
+        turns: list[tuple[float, int, Way, tuple[str, ...], bool]] = []
         count = itertools.count()
-        for way, mix in self.ways(numbers):
-            shared = self._shared(way, mix, PARTS)
-            if shared is not None:
-                turns.append((self.seconds(shared), next(count), shared, mix, PARTS + 1, False))
-        heapq.heapify(turns)
 
-        def wait(way: Way | None, mix: tuple[str, ...], fails: int, fits: bool = False) -> None:
+        def wait(way: Way | None, mix: tuple[str, ...], *, fits: bool = False) -> None:
             if way is not None:
-                heapq.heappush(turns, (self.seconds(way), next(count), way, mix, fails, fits))
+                heapq.heappush(turns, (self.seconds(way), next(count), way, mix, fits))
 
+        for way, mix in self.ways(numbers):
+            wait(self._shared(way, mix, PARTS), mix)
         while turns:
-            _, _, way, mix, fails, fits = heapq.heappop(turns)
+            _, _, way, mix, fits = heapq.heappop(turns)
             if fits:
                 yield way
                 continue
-            need = self.need(way)
-            here, over = way.at["optimizer"].get(D, 0), need.device - self.of.most.device
-            if over > 0:
-                if len(mix) > 1 and D in mix:
-                    step = max(-(-over // max(self._part(way), 1)), 1)
-                    wait(self._shared(way, mix, max(here - step, 1) if here > 1 else 0), mix, min(fails, here))
+            need, here = self.need(way), way.at["optimizer"].get(D, 0)
+            if need.within(self.of.most):
+                wait(way, mix, fits=True)
                 continue
-            if not need.within(self.of.most):
-                lower = self._lower(way, mix, need)
-                wait(lower, mix, fails)
-            else:
-                wait(way, mix, fails, fits=True)
-            if D in mix and len(mix) > 1 and here + 1 < min(fails, PARTS):
-                wait(self._shared(way, mix, here + 1, at_least=here + 1), mix, fails)
+            if D in mix and len(mix) > 1 and here > 1:
+                wait(self._shared(way, mix, here - 1), mix)
+            if need.device <= self.of.most.device and need.host > self.of.most.host:
+                wait(self._lower(way, mix), mix)
 
-    def _lower(self, way: Way, mix: tuple[str, ...], need: Need) -> Way | None:
-        """Return the way with less in host memory and more in files, where it shares states between these."""
+    def _lower(self, way: Way, mix: tuple[str, ...]) -> Way | None:
+        """Return the way with one part less in host memory and one more in files, where both have some."""
         there = way.at["optimizer"].get(H, 0)
-        if not (H in mix and F in mix) or need.host <= self.of.most.host or there <= 1:
+        if not (H in mix and F in mix) or there <= 1:
             return None
-        step = max(-(-(need.host - self.of.most.host) // max(self._part(way), 1)), 1)
         parts = dict(way.at["optimizer"])
-        moved = min(step, there - 1)
-        parts[H], parts[F] = there - moved, parts[F] + moved
+        parts[H], parts[F] = there - 1, parts[F] + 1
         return way._replace(at={**way.at, "optimizer": parts})
 
     def least(self, numbers: list[Numbers]) -> Iterator[Way]:
@@ -693,6 +682,10 @@ class Search:
         kept = 0 if way.in_backward else int(clock.summed * clock.gradients)
         stored = int(clock.width * clock.parameters)
         alone = bool(clock.recipe.cast) and clock.placed.together
+        # Buckets are not shared: a share may be less by one of them.
+        bucket = self.of.body.layers * (4 if way.small else 1)
+        spare = part * PARTS // bucket if len(mix) > 1 else 0
+        spare += stored // bucket if len(way.at["parameters"]) > 1 else 0
         passing = 0
         gathered = stored if clock.placed.parameters else 0  # beside what rests
 
@@ -700,7 +693,7 @@ class Search:
             share = way.share("parameters", D)
             cast = min(share, parts / PARTS) if alone else 0.0
             rests = stored * (share - cast) + kept * way.share("gradients", D)
-            return max(rests, passing + gathered * (share - cast)) + part * parts
+            return max(rests, passing + gathered * (share - cast)) + part * parts - spare
 
         rest = PARTS
         parts: dict[str, int] = {}
@@ -718,7 +711,7 @@ class Search:
             parts[D], rest = here, PARTS - here
         elif device(0) > most.device:
             return None
-        room = most.host - stored * way.share("parameters", H) - kept * way.share("gradients", H)
+        room = most.host + spare - stored * way.share("parameters", H) - kept * way.share("gradients", H)
         if room < 0:
             return None
         if H in mix:
@@ -730,7 +723,7 @@ class Search:
             parts[F] = rest
         if rest < (F in mix) or (
             stored * way.share("parameters", F) + kept * way.share("gradients", F) + part * parts.get(F, 0)
-            > most.files
+            > most.files + spare
         ):  # fmt: skip
             return None
         return way._replace(at={**way.at, "optimizer": parts})

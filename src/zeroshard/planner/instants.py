@@ -133,7 +133,7 @@ def instants(
     def gathered(at: int, behind: int, ahead: int) -> dict[str, int]:
         if not brought:
             return {}
-        window = [unit for unit in (0, *order[max(at - behind, 0) : at + ahead + 1]) if unit in units]
+        window = [unit for unit in (0, *_window(order, whole, at, behind, ahead)) if unit in units]
         buckets = [bucket for unit in window for bucket in units[unit] if bucket.index in brought]
         return _some({GATHER: sum(whole[unit] for unit in window)}, lent(buckets, "parameters"))
 
@@ -176,6 +176,13 @@ def _published(trained: Sequence[Bucket], placements: Placements, sizes: ItemSiz
     return max((_nbytes(bucket.numel, sizes.of(bucket).parameters) for bucket in away), default=0)
 
 
+def _window(order: Sequence[int], whole: Mapping[int, int], at: int, behind: int, ahead: int) -> Sequence[int]:
+    """Return the unit in turn, those just left, and those gathered ahead, which pass over what needs no gather."""
+    there = [unit for unit in order if whole[unit]]
+    place = sum(1 for unit in order[:at] if whole[unit])
+    return there[max(place - behind, 0) : place + ahead + 1]
+
+
 def _under_way(
     partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, in_flight: int, *, fresh: bool,
     no_sync: bool, resting: At | None, shares: bool, staged: bool,
@@ -184,6 +191,11 @@ def _under_way(
     found = _reductions(
         partition, placements, sizes, seats, in_flight, fresh=fresh, no_sync=no_sync, resting=resting, shares=shares
     )
+    joined = 0
+    if sizes.in_backward and sizes.split:  # one bucket's masters while it is updated, as the next one lands
+        each = (_joined(b, placements, sizes.of(b), seats.of(b), resting) for b in partition.buckets if b.trainable)
+        joined = max(each, default=0)
+    found = {at: {**table, JOINED: joined} for at, table in found.items()} if joined else found
     return _leaving(partition, sizes, seats, resting, found) if staged else found
 
 
@@ -191,14 +203,17 @@ def _leaving(
     partition: Partition, sizes: ItemSizes, seats: Seats, resting: At | None, reduced: Mapping[int, dict[str, int]]
 ) -> dict[int, dict[str, int]]:
     """Add to reductions the sums that leave the device: the last to land, and those that go before it."""
-    if sizes.in_backward or seats.everyone.replicas > 1:
-        return dict(reduced)  # what is used as it lands leaves with the update; averages of replicas are counted
+    if seats.everyone.replicas > 1:
+        return dict(reduced)  # whose averages are counted
+    kind, goes = (
+        ("optimizer", 1) if sizes.in_backward else ("gradients", LEAVING + 1)
+    )  # one, where each is used at once
     sums = [
-        0 if _on_device(resting, b, "gradients")
+        0 if _on_device(resting, b, kind)
         else _nbytes(b.shard_numel(seats.of(b).position), sizes.of(b).gradients)
         for b in partition.buckets if b.trainable
     ]  # fmt: skip
-    most = max((sum(sums[at : at + LEAVING + 1]) for at in range(len(sums))), default=0)
+    most = max((sum(sums[at : at + goes]) for at in range(len(sums))), default=0)
     return {bucket: {**table, REDUCE: table.get(REDUCE, 0) + most} for bucket, table in reduced.items()}
 
 

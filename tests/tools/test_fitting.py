@@ -1,5 +1,6 @@
 """The search for what fits: against every setting by the same clock, run as it is printed, and for every machine."""
 
+import importlib
 import itertools
 import json
 import re
@@ -319,3 +320,11 @@ def test_every_machine_has_a_line_or_a_proof(params, device, host, disk):
     assert middles == sorted(middles)
     best = found.best
     assert best is None or all(fit.times.middle <= best.times.middle for each in found.found[1:] for fit in each.fits)
+
+
+@pytest.mark.full
+def test_the_table_of_machines_is_what_plan_says(monkeypatch):
+    """docs/choose-a-stage.md; `python docs/fits.py` writes it."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    made = importlib.import_module("fits")
+    assert f"{made.BEGIN}{made.table()}{made.END}" in made.PAGE.read_text()

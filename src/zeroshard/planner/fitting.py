@@ -509,13 +509,14 @@ class Search:
         self._plans: dict[tuple[Any, ...], StagePlan] = {}
         self._planned: dict[tuple[Any, ...], Way] = {}
         self._least: dict[tuple[Any, ...], int] = {}
+        self._passing: dict[tuple[Any, ...], StagePlan] = {}
         self._clocks: dict[tuple[int, str, bool], Clock] = {}
 
     def with_most(self, most: Need) -> Search:
         """Return the same search with another budget."""
         other = Search(self.of._replace(most=most))
         other._plans, other._clocks, other._planned = self._plans, self._clocks, self._planned
-        other._least = self._least
+        other._least, other._passing = self._least, self._passing
         return other
 
     # --- one way ----------------------------------------------------------------------------------------------------
@@ -658,12 +659,16 @@ class Search:
     def _least_on_device(self, way: Way) -> int:
         """Return what a way holds on the device where no state rests there, which is no more than where one does.
 
-        Weights that a unit gathers are no more than those that rest, nor are sums that leave more than those that stay.
+        Weights that units gather are no more than those that rest. Sums that leave are not counted: some may stay.
         """
         key = (way.stage, way.numbers.recipe.name, way.in_backward, way.small, way.recompute, way.activations)
         if key not in self._least:
-            away = {kind: {H: PARTS} for kind in STATES}
-            self._least[key] = self.need(way._replace(at=away)).device if way.numbers.optimizer is None else 0
+            away = way._replace(at={kind: {H: PARTS} for kind in STATES})
+            asked = away.asked(self.of.base, self.of.unit_nbytes)._replace(accelerator=False)
+            if key[:4] not in self._passing:
+                self._passing[key[:4]] = self.of.planned(way.stage, asked, bytes_alone=True)
+            least = with_activations(self._passing[key[:4]], asked, self.of.body).most
+            self._least[key] = least if way.numbers.optimizer is None else 0  # whose states do not leave the device
         return self._least[key]
 
     def _part(self, way: Way) -> int:

@@ -180,7 +180,7 @@ def test_a_simulation_holds_and_moves_what_a_rank_does_and_keeps_that_much_less_
     assert ranks.run(2, as_simulated, stage, to(tier, str(tmp_path)), recompute)[0] == told(moving.ledger)
 
 
-def test_a_plan_of_a_job_has_activations_where_they_rest_and_one_of_shapes_refuses_them():
+def test_a_plan_of_a_job_has_activations_where_they_rest_and_one_of_a_number_asks_for_tokens():
     (kept,) = zeroshard.plan(job, ranks=2, stage=2).stages
     (host,) = zeroshard.plan(job, ranks=2, stage=2, offload=to("cpu", "")).stages
     (files,) = zeroshard.plan(job, ranks=2, stage=2, offload=to("nvme", "/nowhere")).stages
@@ -190,7 +190,7 @@ def test_a_plan_of_a_job_has_activations_where_they_rest_and_one_of_shapes_refus
     assert files.tiers["nvme"] == {"activations": gone}
     assert files.tiers["host"] == {"staging": 3 * aligned(X)}
     assert (files.files, files.moves) == ((BLOCKS - 1) * aligned(X), (gone - 3 * X, gone))
-    with pytest.raises(UserError, match=r"Offload.activations: for jobs only"):
+    with pytest.raises(UserError, match=r"Offload.activations: it is about activations, of jobs, or of so many tokens"):
         zeroshard.plan(params=7e9, offload=Offload(activations="cpu"))
 
 

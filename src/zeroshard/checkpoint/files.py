@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CheckpointError, UserError, check_local
 from ..hashing import digest
 from .dtypes import DTYPES
-from .others import other
+from .others import OURS, other
 from .staging import clean, discard, owner, place_beside, sync, temporary
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ BLOCK = 4 << 20  # bytes under one digest
 THREADS = 2  # that read: while one waits for the disk, another digests
 MANIFEST, MANIFEST_LIMIT = "manifest.json", 64 << 20  # bytes: the digests of 5 TiB, and what a forged one may cost
 FILE = re.compile(r"rank[0-9]{5}\.safetensors")
-OURS = re.compile(r"rank[0-9]{5}\.(safetensors|json)")
 OPEN = 256  # files that a reader has open where it opens them one by one: a process may have 1,024
 _PREFIX = '{{"digest":"{}","manifest":'
 

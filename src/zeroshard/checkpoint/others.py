@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+OURS = re.compile(r"rank[0-9]{5}\.(safetensors|json)")  # a file that a rank wrote: see `files`
 _SHARDS_OF_DEEPSPEED = re.compile(r"(mp|zero_pp|bf16_zero_pp)_rank_\d+.*\.pt")
 _IMPORT = "zeroshard ckpt import {path} imported, and then zero.load('imported')"
 _LOAD = "zeroshard.load(model, {path}, optimizer, ...) in the place of shard(...)"
@@ -37,7 +38,7 @@ def other(path: Path) -> Other | None:
             return Other("these are weights", _LOAD.format(path=quoted))
         return None
     try:
-        names = set(os.listdir(path))
+        names = {name for name in os.listdir(path) if not OURS.fullmatch(name)}  # a save that never ended has ours
     except OSError:
         return None
     if any(map(_SHARDS_OF_DEEPSPEED.fullmatch, names)) or ("latest" in names and _tagged(path)):

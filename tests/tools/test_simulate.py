@@ -675,7 +675,7 @@ def test_a_plan_of_a_job_refuses_what_it_cannot_use():
     ):
         with pytest.raises(UserError, match=word):
             zeroshard.plan(EXAMPLE, **settings)
-    with pytest.raises(UserError, match="for jobs"):
+    with pytest.raises(UserError, match="activations, of jobs"):
         zeroshard.plan(params=7e9, preset="paper", layout=Layout(recompute=True))
     with pytest.raises(UserError, match="cannot be imported"):
         zeroshard.plan("no.such.module:job")

@@ -79,11 +79,12 @@ def joined(names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:
     names: of the units' modules, in order. numels: the elements of each. Returns runs of their numbers, in order.
     """
     small = [numel < LARGE for numel in numels]
+    many = sum(small) > MANY
     runs: list[list[int]] = []
     held, parent = LARGE, ""  # elements of the last run, and the list that it is of
     for at, (name, numel) in enumerate(zip(names, numels, strict=True)):
         inside = name.rpartition(".")[0]
-        if sum(small) > MANY and small[at] and held < LARGE and inside == parent:
+        if many and small[at] and held < LARGE and inside == parent:
             runs[-1].append(at)
             held += numel
         else:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 import json
 import pickle
+import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -365,6 +367,119 @@ def test_hooks_that_change_what_backward_is_computed_with(ranks, kind):
         reference.assert_same(found, want)
 
 
+LOSSY = ROUNDING["a tensor"]
+
+
+def beside_a_teacher(kind, stage):
+    """Gradients where the program's hooks are around a forward in which, or a `gathered()` in which, a second model
+    runs."""
+    torch.manual_seed(0)
+    model, teacher = Two(), Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = contextlib.nullcontext
+    if stage is not None:
+        weights = zeroshard.shard(model, optimizer, stage=stage).gathered
+        zeroshard.shard(teacher, None, stage=stage)
+    if kind == "in its forward":
+        model.blocks[0].register_forward_hook(lambda module, args, y: y + teacher(y))
+    for step in range(2):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        around = weights() if kind == "in gathered()" else contextlib.nullcontext()
+        with around, torch.autograd.graph.saved_tensors_hooks(*LOSSY):
+            y = teacher(x) @ model.blocks[0].weight if kind == "in gathered()" else x
+            loss = model(y).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with weights():
+        return reference.weights(model)
+
+
+@pytest.mark.parametrize("kind", ["in its forward", "in gathered()"])
+def test_hooks_get_the_weights_of_every_sharded_model(ranks, kind):
+    (want,) = ranks.run(1, beside_a_teacher, kind, None)
+    for stage in (0, 3):
+        (got,) = ranks.run(1, beside_a_teacher, kind, stage)
+        reference.assert_same(got, want)
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 7)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def hooks_between_modules(seed, stage):
+    """Weights where pairs of hooks are entered by one module's hook and left by another's, at places that are drawn."""
+    drawn = random.Random(seed)
+    torch.manual_seed(0)
+    model = Nested()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = None
+
+    def places(module):
+        yield module, False
+        for child in module.children() if not isinstance(module, nn.ModuleList) else ():
+            yield from places(child)
+        yield module, True
+
+    at = [place for block in model.blocks for place in places(block)]
+    pairs = [drawn.sample(range(len(at)), 2)]
+    first, last = pairs[0] = sorted(pairs[0])
+    if drawn.random() < 0.5 and last - first > 2:
+        pairs.append(sorted(drawn.sample(range(first + 1, last), 2)))
+    before = drawn.random() < 0.5
+    seen = []
+
+    def register():
+        for number, (enter, leave) in enumerate(pairs):
+            pack, unpack = LOSSY
+
+            def packs(tensor, number=number, pack=pack):
+                seen.append((number, tuple(tensor.shape)))
+                return pack(tensor)
+
+            hooks = torch.autograd.graph.saved_tensors_hooks(packs, unpack)
+            for place, act in ((enter, hooks.__enter__), (leave, partial(hooks.__exit__, None, None, None))):
+                module, after = at[place]
+                how = module.register_forward_hook if after else module.register_forward_pre_hook
+                how(lambda *_, act=act: act())
+
+    if before:
+        register()
+    if stage is not None:
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+    if not before:
+        register()
+    for step in range(2):
+        x = torch.randn(5, 7, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered() if zero else contextlib.nullcontext():
+        return seen, reference.weights(model)
+
+
+def hooks_between_modules_of(seeds):
+    for seed in seeds:
+        seen, want = hooks_between_modules(seed, None)
+        for stage in (0, 3):
+            got, found = hooks_between_modules(seed, stage)
+            assert got == seen, (seed, stage)
+            assert reference.first_difference(found, want) == "", (seed, stage)
+
+
+@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.full)])
+def test_hooks_that_one_module_enters_and_another_leaves(ranks, seeds):
+    """They get the tensors that they get in plain PyTorch, and the bits are those."""
+    ranks.run(1, hooks_between_modules_of, seeds)
+
+
 class Keeps(torch.autograd.Function):
     """A custom function that keeps its weight in the context, past every hook."""
 
@@ -471,6 +586,31 @@ def test_checkpointing_saves_as_much_memory_as_without_zeroshard(ranks):
     for checkpoint in ("nonreentrant", "reentrant"):
         assert saved[checkpoint, True] <= saved[checkpoint, False], saved
         assert saved[checkpoint, True] < saved[None, True] / 3, saved
+
+
+def saves_parameters(stage):
+    """What `torch.save` of gathered parameters says; of copies it is as of a plain model's."""
+    model, _, zero = two(stage)
+    told = []
+    for what in (model.blocks[0].weight, dict(model.named_parameters()), nn.ParameterList(model.parameters())):
+        with pytest.raises(StateError):  # at stage 3 they cannot be read
+            torch.save(what, io.BytesIO())
+        with zero.gathered(), pytest.raises(StateError) as error:
+            torch.save(what, io.BytesIO())
+        told.append(f"{error.value}")
+    file = io.BytesIO()
+    with zero.gathered():
+        torch.save({n: p.detach().clone() for n, p in model.named_parameters()}, file)
+        want = reference.weights(model)
+    file.seek(0)
+    reference.assert_same(torch.load(file), want)
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_pickled_parameters_are_refused_with_what_to_write(ranks, stage):
+    for told in ranks.run(1, saves_parameters, stage)[0]:
+        assert "'blocks.0.weight'" in told and "copies = {n: p.detach().clone() for n, p in" in told, told
 
 
 # --- edits -----------------------------------------------------------------------------------------------------------------

@@ -193,6 +193,7 @@ def cover_constructors() -> None:
             setattr(owner, name, _asking(original))
     graph = torch.autograd.graph
     graph.disable_saved_tensors_hooks = _without_ours(graph.disable_saved_tensors_hooks)
+    graph.saved_tensors_hooks.__exit__ = _below_ours(graph.saved_tensors_hooks.__exit__)  # type: ignore[method-assign]
 
 
 def _asking(original: Any) -> Any:
@@ -390,9 +391,12 @@ def _unpack(note: Saved) -> Tensor:
 
 
 class _Packing(functools.partial[Any]):
-    """The first of a pair of hooks that is ours."""
+    """The first of a pair of hooks that is ours. Its argument is the pair below it, or None."""
 
     keeper: SavedTensors
+
+
+Pair = tuple[Any, Any]  # hooks: what packs a tensor, and what unpacks it
 
 
 class SavedTensors:
@@ -407,10 +411,13 @@ class SavedTensors:
         self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own
         self._alone = self._pair(None)
 
-    def _pair(self, below: Any) -> tuple[Any, Any]:
+    def _pair(self, below: Pair | None) -> Pair:
         packing = _Packing(self._pack, below)
         packing.keeper = self
         return packing, _unpack
+
+    def _has(self, pair: Pair) -> bool:
+        return _is_ours(pair) and pair[0].keeper is self
 
     def watch(self, source: Source) -> None:
         """Keep tensors in this buffer's storage as notes from now on."""
@@ -430,12 +437,16 @@ class SavedTensors:
         if top is None:
             pair = self._alone
         else:
-            pair = top if isinstance(top[0], _Packing) and top[0].keeper is self else self._pair(top)
+            pair = top if self._has(top) else self._pair(top)
         torch._C._autograd._push_saved_tensors_default_hooks(*pair)
         return True
 
     def pop(self) -> None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Pop our topmost pair. A pair that the program enters in one module and leaves in another stays above it."""
+        above = _pop_while(lambda pair: not self._has(pair))
+        if _top() is not None:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        _put_back(above)
 
     def stop_noting(self) -> None:
         """Take note that graphs will hold parameters themselves, in every buffer that is gathered."""
@@ -446,7 +457,9 @@ class SavedTensors:
         source = self._source_of(tensor)
         if source is None:
             return self.default(tensor) if below is None else OuterHooks(below[0](tensor), below[1])
-        if below is None or isinstance(below[0], _Packing):
+        while below is not None and _is_ours(below):  # another model's: these weights are not its own
+            below = below[0].args[0]
+        if below is None:
             return self._note(tensor, source)
         if getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
             # It counts what is saved, and must count the same in forward and when it recomputes: where it was
@@ -493,9 +506,27 @@ def _local(tensor: Tensor) -> Tensor:
     return local if isinstance(local, Tensor) and hasattr(tensor, "_spec") else tensor
 
 
-def _top() -> tuple[Any, Any] | None:
+def _top() -> Pair | None:
     """Return the topmost pair of hooks, which is the one that runs; None if there is none."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _pop_while(wanted: Callable[[Pair], bool]) -> list[Pair]:
+    """Pop pairs of hooks as long as the topmost is wanted. Returns them, the topmost first."""
+    popped: list[Pair] = []
+    while (top := _top()) is not None and wanted(top):
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        popped.append(top)
+    return popped
+
+
+def _put_back(popped: list[Pair]) -> None:
+    for pair in reversed(popped):
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
+def _is_ours(pair: Pair) -> bool:
+    return isinstance(pair[0], _Packing)
 
 
 def _allowed() -> bool:
@@ -510,20 +541,32 @@ def _without_ours(forbid: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forbid)
     @contextlib.contextmanager
     def without_ours(message: str) -> Iterator[None]:
-        pairs = []
-        while (top := _top()) is not None and isinstance(top[0], _Packing):
-            pairs.append(top)
-            top[0].keeper.pop()
+        pairs = _pop_while(_is_ours)
         for packing, _ in pairs:
             packing.keeper.stop_noting()
         try:
             with forbid(message):
                 yield
         finally:
-            for pair in reversed(pairs):
-                torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+            _put_back(pairs)
 
     return without_ours
+
+
+def _below_ours(leave: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the end of `torch.autograd.graph.saved_tensors_hooks`, which pops the topmost pair, to pop the program's:
+    inside another module than the one that it was entered in, ours is above it."""
+
+    @functools.wraps(leave)
+    def below_ours(hooks: Any, *exception: Any) -> None:
+        pairs = _pop_while(_is_ours)
+        try:
+            leave(hooks, *exception)
+        finally:
+            for packing, _ in reversed(pairs):
+                packing.keeper.push()  # another pair, because what is below it is another
+
+    return below_ours
 
 
 def weak(method: Callable[..., Any], *args: Any, inside: bool = False) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -201,6 +203,58 @@ def on_another_thread(stage: int):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_thread_of_ones_own_trains_the_same_bits(ranks, stage):
     assert ranks.run(2, on_another_thread, stage) == ["", ""]
+
+
+class Branches(nn.Module):
+    """Two blocks, each on a thread of its own: at once, or one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(7, 7), nn.Linear(7, 7)])
+        self.at_once = False
+
+    def forward(self, x):
+        if not self.at_once:
+            with ThreadPoolExecutor(1) as one:
+                return sum(one.map(lambda block: block(x), self.blocks))
+        inside, over = threading.Event(), threading.Event()
+        hook = self.blocks[0].register_forward_pre_hook(lambda *_: (inside.set(), over.wait(30))[0])
+        with ThreadPoolExecutor(2) as two:
+            first = two.submit(self.blocks[0], x)
+            inside.wait(30)
+            second = two.submit(self.blocks[1], x)
+            second.exception()
+            over.set()
+            hook.remove()
+            return first.result() + second.result()
+
+
+def branches(stage, layout=None):
+    """The weights after a step whose first forward computes two blocks at once, and what that forward is told."""
+    torch.manual_seed(0)
+    model, told = Branches(), ""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage, layout=layout)
+    if zero is not None:
+        model.at_once = True
+        with pytest.raises(StateError) as error:
+            model(torch.ones(2, 7))
+        told, model.at_once = f"{error.value}", False
+    for step in range(2):
+        model(torch.full((2, 7), step + 1.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered() if zero is not None else contextlib.nullcontext():
+        return told, reference.weights(model)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full), 3])
+def test_two_threads_inside_one_forward_are_refused_and_one_after_the_other_is_not(stage):
+    (_, want), *_ = rank_processes.run(1, branches, None)
+    for told, got in rank_processes.run(2, branches, stage):
+        assert "two threads compute parts of one forward at once" in told
+        assert "units 'blocks.0' and 'blocks.1'" in told
+        reference.assert_same(got, want)
 
 
 def two_threads(stage: int, where: str):

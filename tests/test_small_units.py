@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +14,9 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout
+from zeroshard.engine.guard import Guarded
 from zeroshard.engine.unit import find_units
+from zeroshard.errors import ReleasedError
 from zeroshard.layout import LARGE, MANY, joined
 from zeroshard.planner import units as planned
 
@@ -194,6 +199,27 @@ def test_neighbours_join_until_they_have_as_many_elements_as_a_large_one():
     assert joined(many, [LARGE] * len(many)) == [[at] for at in range(len(many))]
     mixed = [LARGE if at == 7 else 5 for at in range(len(many))]
     assert joined(many, mixed)[:3] == [list(range(7)), [7], list(range(8, MANY))]
+
+
+def told_of_units():
+    """What a module of the root's that is called by itself says to write, sharded as it says; and what a unit's name
+    gathers."""
+    model = Deep()
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3)
+    with zero.gathered("blocks.0 to blocks.28"):
+        held = [not isinstance(block.weight, Guarded) for block in model.blocks]
+    with pytest.raises(ReleasedError) as error:
+        model.first(torch.ones(3, 6))
+    again = Deep()
+    advice = re.search(r"Layout\(units=(\[.*?\])\)", f"{error.value}")[1]
+    zeroshard.shard(again, torch.optim.SGD(again.parameters()), stage=3, layout=Layout(units=json.loads(advice)))
+    return held, json.loads(advice), again.first(torch.ones(3, 6)).shape
+
+
+def test_what_names_a_unit_of_several_blocks_can_be_written():
+    held, advice, shape = rank_processes.run(1, told_of_units)[0]
+    assert held == [True] * 29 + [False] * (BLOCKS - 29)
+    assert (advice, shape) == (["blocks.*", "first"], (3, WIDTH))
 
 
 @pytest.mark.parametrize("how", ["in order", "in turns"])

@@ -125,7 +125,8 @@ class Assembly:
         self.givers = givers(told)
         self.told = False
         for at, (name, modules) in enumerate(found):
-            self.units.append(Unit(at, name, [each for _, each in modules], recomputed=layout.recomputes(name)))
+            paths, own = zip(*modules, strict=True)
+            self.units.append(Unit(at, name, paths, own, recomputed=layout.recomputes(name)))
         for unit, others in zip(self.units, borrowed(found, self.managed), strict=True):
             unit.borrows = [self.units[other] for other in others]
         self.group.progress.units = [self.units[bucket.unit].name or "the model" for bucket in self.partition.buckets]

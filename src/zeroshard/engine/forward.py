@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..errors import StateError
 from ..events import Event, Ledger, ends
 from .guard import SavedTensors
 from .transaction import Transaction
@@ -20,6 +23,7 @@ class Frame:
     """One running forward of a unit."""
 
     unit: Unit
+    module: nn.Module  # of the unit's, the one that was called
     again: bool  # is it computed once more, in backward?
     inputs: Any = None  # of its call, as a feature that asks for them refers to them
     opened: list[Unit] = dataclasses.field(default_factory=list)
@@ -27,6 +31,7 @@ class Frame:
     cached: bool | None = None  # did autocast keep casts before it, if it does not inside?
     event: Event | None = None
     profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
 
 
 class Forward(Transaction):
@@ -57,8 +62,23 @@ class Forward(Transaction):
         return "forward" if self.grad else "forward without grad"
 
     def has(self, unit: Unit) -> bool:
-        """Tell if a forward of this unit runs."""
-        return any(frame.unit is unit for frame in self.frames)
+        """Tell if a forward of this unit runs on this thread."""
+        return any(frame.unit is unit and frame.thread == threading.get_ident() for frame in self.frames)
+
+    def begin(self, frame: Frame) -> None:
+        """Begin a forward inside those that run. Another thread may compute a part of one, but not beside a third."""
+        self.frames.append(frame)  # first: two threads may be here at once, and one of them sees the other's
+        others = self.frames[: self.frames.index(frame)]
+        if others and others[-1].thread != frame.thread:
+            other = others[-1]
+            if frame.module is other.module or all(each is not frame.module for each in other.module.modules()):
+                self.frames.remove(frame)
+                raise StateError(
+                    "two threads compute parts of one forward at once",
+                    where=f"units {other.unit.name!r} and {frame.unit.name!r}",
+                    expected="one part after the other: units are gathered and released in one order",
+                    instead="call them one after the other, on one thread",
+                )
 
     def inside(self, unit: Unit) -> bool:
         """Tell if the innermost running forward is this unit's."""

@@ -158,8 +158,8 @@ class Schedule:
                 self._begin_forward(unit, module)
             self.forward.call = Call(nn.Module._call_impl)
         # The frame is there before anything is opened: an interrupt may come at any moment.
-        frame = Frame(unit, recompute, self.saved.inputs(args, kwargs))
-        self.forward.frames.append(frame)
+        frame = Frame(unit, module, recompute, self.saved.inputs(args, kwargs))
+        self.forward.begin(frame)
         self.forward.keep_no_casts(frame)
         self.forward.come_to(unit)
         for needed in (unit, *unit.borrows):
@@ -340,7 +340,7 @@ class Schedule:
         module = name.rpartition(".")[0]
         if unit.name or not module:
             return ""
-        units = dict.fromkeys(re.sub(r"\.\d+$", ".*", other.name) for other in self.units if other.name)
+        units = dict.fromkeys(re.sub(r"\.\d+$", ".*", each) for other in self.units for each in other.names if each)
         return (
             f", or make {module!r} a unit, which can be called by itself: Layout(units={json.dumps([*units, module])})"
         )

@@ -67,6 +67,7 @@ class Unit:
 
     index: int
     name: str
+    names: Sequence[str]  # of its modules
     modules: Sequence[nn.Module]
     recomputed: bool = False  # does backward run its module's forward again? (`Layout.recompute`)
     forward: Callable[..., Any] | None = None  # its module's own, where another was put in its place
@@ -386,9 +387,10 @@ def materialise(
 def units_named(
     model: nn.Module, managed: Sequence[Managed], units: Sequence[Unit], what: Sequence[nn.Module | str]
 ) -> list[Unit]:
-    """Return the units of modules, or of names of modules and parameters (`*` is anything), or all of them."""
+    """Return the units of modules, or of names of modules, parameters (`*` is anything) and units, or all of them."""
     if not what:
         return list(units)
+    joined = {unit.name: unit.index for unit in units if unit.joined}
     index = {id(record.param): record.unit for record in managed}
     names = {name: record.unit for record in managed for name in record.names}
     modules = dict(reversed(named_modules(model)))
@@ -396,6 +398,8 @@ def units_named(
     for item in what:
         if isinstance(item, str):
             hits = {unit for name, unit in names.items() if fnmatch.fnmatchcase(name, item)}
+            if item in joined:
+                hits.add(joined[item])
             if item in modules:
                 hits |= {index[id(param)] for param in modules[item].parameters() if id(param) in index}
             if not hits:

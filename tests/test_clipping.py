@@ -446,6 +446,24 @@ REFUSED = {
 }
 
 
+def between_steps(stage):
+    """What an optimizer's own method is told that reads gradients outside `step()`, as Sophia's update of the Hessian
+    does; and what is read inside it."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    model(torch.ones(2, 4)).square().sum().backward()
+    param = optimizer.param_groups[0]["params"][0]
+    with pytest.raises(Error) as error:
+        torch.zeros_like(param).addcmul_(param.grad, param.grad)
+    return f"{error.value}"
+
+
+def test_an_optimizer_that_reads_gradients_outside_its_step_is_told_where_it_may(stage):
+    assert "instead: read it inside step(), where it is this rank's gradient" in ranks.run(1, between_steps, stage)[0]
+
+
 @pytest.mark.row(29)
 @pytest.mark.parametrize("question", REFUSED)
 def test_what_a_sharded_gradient_cannot_answer_it_refuses(question, stage):

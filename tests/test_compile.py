@@ -13,6 +13,7 @@ import ranks
 import test_bits
 import zeroshard
 from zeroshard import Comm, Offload, Precision
+from zeroshard.errors import StateError
 
 STEPS = 3
 BACKEND = "aot_eager"  # traces and partitions as inductor does, and needs no C++ compiler
@@ -172,6 +173,22 @@ def check(cases):
 
 def all_of(cases):
     return {case: compiled(*case) for case in cases}
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_compiled_backward_is_refused(stage):
+    """Compiled autograd gives hooks of gradients no values: a step would learn nothing."""
+    from torch._dynamo import compiled_autograd
+
+    torch._dynamo.reset()
+    model = torch.nn.Linear(4, 4)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=stage)
+    out = model(torch.ones(2, 4)).sum()
+    with (
+        compiled_autograd._enable(torch.compile(backend="eager")),
+        pytest.raises(StateError, match="(?s)backward is compiled.*instead: compile the model or its forward alone"),
+    ):
+        out.backward()
 
 
 @pytest.mark.row(63)

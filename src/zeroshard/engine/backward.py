@@ -17,12 +17,14 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from ..errors import StateError
 from ..events import Event, ends
 from ..ranks.calls import Call
 from .gradient import Gradients
 from .guard import weak
 from .reduction import Reduction
 from .script import Script
+from .tracing import backward_is_compiled
 from .transaction import Transaction
 from .unit import Unit
 
@@ -107,6 +109,12 @@ class Backward(Transaction):
         """Begin the backward at its first event, whatever that is."""
         if self.begun and self._callback is not None:
             return
+        if backward_is_compiled():
+            raise StateError(
+                "backward is compiled: gradients are added up inside its graph, where no sharded model sees them",
+                where="torch._dynamo.config.compiled_autograd, or compiled_autograd._enable(...)",
+                instead="compile the model or its forward alone, by torch.compile",
+            )
         self.group.check_stream()
         if self.begun:
             self.group.level(self.trouble)

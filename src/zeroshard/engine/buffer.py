@@ -11,13 +11,13 @@ edits        traces of writes into that by the program                     an `E
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..device import TO_THE_HOST, given, users
-from ..errors import UserError
+from ..errors import StateError, UserError
 from ..events import ends
 from ..features import first
 from ..layout import Bucket, Slot
@@ -70,6 +70,14 @@ class Place:
         self.buffer.reader.touch(self.buffer, self.position)
         if self.buffer.gathered.state is State.OPEN:
             unflip(param)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "a sharded parameter cannot be pickled, as by torch.save",
+            where=f"parameter {self.name!r}",
+            instead="with zero.gathered(): copies = {n: p.detach().clone() for n, p in model.named_parameters()}   "
+            "(on every rank)",
+        )
 
 
 class Buffer:

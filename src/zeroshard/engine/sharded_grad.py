@@ -167,10 +167,17 @@ class ShardedGrad(Tensor):
             f"a sharded gradient cannot answer {what}",
             where=f"gradient of {self._entry.slot.name!r}",
             expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
-            instead="p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"
-            if self._entry.updater is not None
-            else "shard(model, optimizer), if this is a step: no optimizer that shard(...) was given updates it",
+            instead=self._remedy(),
         )
+
+    def _remedy(self) -> str:
+        if self._entry.updater is None:
+            return "shard(model, optimizer), if this is a step: no optimizer that shard(...) was given updates it"
+        if self._is_fragment:
+            return (
+                "read it inside step(), where it is this rank's gradient; or p.grad.full_tensor() of the model's own p"
+            )
+        return "p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"
 
     def tolist(self) -> NoReturn:  # torch refuses these two itself, but says no remedy
         raise self._cannot("tolist()")

@@ -7,6 +7,7 @@ two graphs, as it runs without any: it talks to ranks, and acts differently from
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,12 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
     traced: Callable[..., Any] = dont_skip_tracing(function)
     traced.__module__ = function.__module__  # by which `unshard` knows it as the engine's
     return traced
+
+
+def backward_is_compiled() -> bool:
+    """Tell if torch compiles the backward that runs (compiled autograd), where hooks of gradients see no values."""
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # which none uses that has not imported it
+    return compiled is not None and bool(compiled.in_compiled_autograd_region or compiled.compiled_autograd_enabled)
 
 
 def end_graph(what: str, instead: str) -> None:

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import zeroshard
 from zeroshard.events import DEVICE, NVME
-from zeroshard.planner.fitting import Fit, Found
+from zeroshard.planner.fitting import Fit, Fitting, Found
 
 PAGE = Path(__file__).parent / "choose-a-stage.md"
 MODELS = ("7B", "13B", "30B")
@@ -21,10 +22,15 @@ MACHINES = (("32GiB", None), ("64GiB", None), ("128GiB", None), ("64GiB", "1TB")
 BEGIN, END = "<!-- docs/fits.py -->\n", "<!-- end of docs/fits.py -->\n"
 
 
-def cell(model: str, gpu: str, host: str, disk: str | None) -> str:
-    """What fits, with the numbers that were asked for or with others; or by how much nothing does."""
+def answer(model: str, gpu: str, host: str, disk: str | None) -> Fitting:
+    """What fits a machine with one GPU."""
     found = zeroshard.plan(params=model, gpu=gpu, host_mem=host, disk=disk).fitting
     assert found is not None
+    return found
+
+
+def cell(found: Fitting) -> str:
+    """What fits, with the numbers that were asked for or with others."""
     best = found.best
     if best is None:
         return "nothing"
@@ -45,17 +51,23 @@ def seconds(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def table() -> str:
-    """The table, in Markdown."""
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def head() -> str:
     machines = (host.replace("GiB", " GiB") + " and a disk of 1 TB" * bool(disk) for host, disk in MACHINES)
-    head = ["model", "GPU", *machines]
-    lines = [head, ["---"] * len(head)]
-    lines += [
-        [model.replace("B", " B"), name, *(cell(model, gpu, *machine) for machine in MACHINES)]
-        for model in MODELS
-        for gpu, name in GPUS.items()
-    ]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return line("model", "GPU", *machines) + line(*["---"] * (2 + len(MACHINES)))
+
+
+def row(model: str, gpu: str, found: Sequence[Fitting]) -> str:
+    """One line of the table, in Markdown. found: the answer for each of `MACHINES`."""
+    return line(model.replace("B", " B"), GPUS[gpu], *map(cell, found))
+
+
+def table() -> str:
+    rows = ((model, gpu, [answer(model, gpu, *machine) for machine in MACHINES]) for model in MODELS for gpu in GPUS)
+    return head() + "".join(row(*each) for each in rows)
 
 
 if __name__ == "__main__":

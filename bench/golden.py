@@ -6,21 +6,26 @@ plan-golden.json    a few hundred random questions and the planner's answers
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import zeroshard
 from zeroshard import Layout, Offload, headroom
 from zeroshard.cli.policies import NAMES, comm_of
 from zeroshard.events import DEVICE, HOST, NVME
 from zeroshard.layout import BUCKET_MIB
-from zeroshard.planner import gpus, quantities, recipes
+from zeroshard.planner import from_number, gpus, quantities, recipes
+from zeroshard.planner.answer import Plan
+from zeroshard.planner.asked import Asked
 from zeroshard.planner.machines import MACHINES
 from zeroshard.resting import masters
 from zeroshard.stage import STAGES, STATES
 
+planning = importlib.import_module("zeroshard.planner.plan")
 TIERS = (DEVICE, HOST, NVME)
 TARGET = Path(__file__).parents[1] / "web" / "fixtures"
 SEED, CASES, OFFLOADED = 8, 300, 120
@@ -99,13 +104,22 @@ def _resting(draw: random.Random) -> str | dict[str, float]:
 
 
 def answer(asked: dict[str, Any]) -> dict[str, Any]:
-    """`zeroshard plan --json` of one question; of many instants, those that are no peak left out."""
+    """`zeroshard plan --json` of one question; of many instants, those that are no peak left out.
+
+    The page's calculator searches for nothing that fits, and assumes no units.
+    """
     settings = dict(asked)
     if resting := settings.pop("offload", None):
         on_disk = any(where == "nvme" or "nvme" in where for where in resting.values())
         settings["offload"] = Offload(**resting, path="/scratch" if on_disk else None)
     rest = {name: value for name, value in settings.items() if name not in NAMES}
-    plan = zeroshard.plan(**rest, comm=comm_of(settings)).json()
+    number = from_number.plan_params
+
+    def at_rest(numel: int, asked: Asked) -> Plan:
+        return number(numel, asked._replace(accelerator=False, layout=Layout().on(accelerator=False)))
+
+    with patch.object(from_number, "plan_params", at_rest), patch.object(planning, "_fitting", lambda *_: None):
+        plan = zeroshard.plan(**rest, comm=comm_of(settings)).json()
     for stage in plan["stages"]:
         shown = [instant for instant in stage["instants"] if not instant["name"].startswith(("forward", "reduce"))]
         stage["instants"] = shown[:3] + shown[-2:] if len(shown) > 5 else shown

@@ -205,8 +205,9 @@ export const sum = (table: Record<string, number>): number => Object.values(tabl
 /** Bytes per parameter of each state that rests anywhere. */
 function restingEach(place: Placements, recipe: Recipe, offload: Offload): Record<string, number> {
   const found: Record<string, number> = {};
-  for (const [state, nbytes] of Object.entries(recipe.bytes_per_parameter)) {
-    const percent = TIERS.reduce((all, tier) => all + restsIn(recipe, place, offload, kind(state), tier), 0);
+  for (const { state, kind: of, each, millionths } of statesOf(recipe, offload)) {
+    const percent = TIERS.reduce((all, tier) => all + restsIn(recipe, place, offload, of, tier), 0);
+    const nbytes = (each * millionths) / MILLION;
     if (percent) found[state] = percent === 100 ? nbytes : (nbytes * percent) / 100;
   }
   return found;
@@ -220,7 +221,7 @@ export function formula(place: Placements, recipe: Recipe, replicas = 1, offload
     if (place[kind(state)]) cut += nbytes;
     else whole += nbytes;
   }
-  cut = Number(cut.toFixed(6));
+  [whole, cut] = [Number(whole.toFixed(6)), Number(cut.toFixed(6))];
   const over = replicas > 1 ? `*${replicas}/N` : '/N';
   return [whole ? `${whole}` : '', cut ? `${cut}${over}` : ''].filter(Boolean).join(' + ');
 }

@@ -87,6 +87,9 @@ def test_public_names_are_locked():
             ("path", None),
             ("digests", True),
             ("activations", "device"),
+            ("gpu_mem", None),
+            ("host_mem", None),
+            ("disk", None),
         ],
         Layout: [
             ("bounds", "unit"),

@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 BESIDE = {
     "engine.coded": ["int8.py"],
     "engine.relay": ["ranks/column.py"],
+    "planner.automatic": ["planner/choosing.py"],
 }  # files that are a feature's too; the planner counts by fp8.py
 # Steps at all stages, gradients, norms, construction and checkpoints.
 WITHOUT = [
@@ -42,6 +43,7 @@ ASKS = {
     "engine.relay": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
     "ranks.levels": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "tiers.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
+    "planner.automatic": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
     "tiers.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
     "engine.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',
     "engine.apart": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',
@@ -49,11 +51,12 @@ ASKS = {
 }
 
 
-def built_without(name, folder):
-    """A copy of the package from which a feature's files were taken."""
+def built_without(names, folder):
+    """A copy of the package from which some features' files were taken."""
     shutil.copytree(PACKAGE, folder / "zeroshard", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in [f"{name.replace('.', '/')}.py", *BESIDE.get(name, [])]:
-        (folder / "zeroshard" / file).unlink()
+    for name in names:
+        for file in [f"{name.replace('.', '/')}.py", *BESIDE.get(name, [])]:
+            (folder / "zeroshard" / file).unlink()
     return {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -93,7 +96,7 @@ def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
     """)
     run = [sys.executable, "-c", program]
     told = subprocess.run(
-        run, env=built_without(name, tmp_path), capture_output=True, text=True, timeout=60, check=False
+        run, env=built_without([name], tmp_path), capture_output=True, text=True, timeout=60, check=False
     )
     assert told.returncode == 0, told.stderr
     if name in ASKS:  # others are asked for by a call, or by a device alone
@@ -101,24 +104,37 @@ def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
         assert f"expected: zeroshard/{name.replace('.', '/')}.py" in told.stdout
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", features.FILES)
-def test_the_tests_of_the_rest_pass_without_a_feature(name, tmp_path):
-    """`without.py` skips those that ask for it, which are known."""
-    env = built_without(name, tmp_path)
+def passes_without(names, folder):
+    """Tests that ask for a feature are skipped by `without.py`, and are known."""
+    env = built_without(names, folder)
     select = ["-m", "not slow and not full", "--worlds=plain", "-p", "no:cacheprovider", "-p", "without", "-q", "-rs"]
-    run = [sys.executable, "-m", "pytest", *select, *WITHOUT, *ALSO.get(name, [])]
-    told = subprocess.run(run, cwd=HERE, env=env, capture_output=True, text=True, timeout=300, check=False)
+    also = [file for name in names for file in ALSO.get(name, []) if len(names) == 1]
+    run = [sys.executable, "-m", "pytest", *select, *WITHOUT, *also]
+    told = subprocess.run(run, cwd=HERE, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert told.returncode == 0, told.stdout[-3000:]
-    assert int(re.search(r"(\d+) passed", told.stdout)[1]) > 170
-    assert sum(int(count) for count in re.findall(rf"SKIPPED \[(\d+)\].*{MISSING}", told.stdout)) == ASKING.get(name, 0)
+    skipped = sum(int(count) for count in re.findall(rf"SKIPPED \[(\d+)\].*{MISSING}", told.stdout))
+    assert skipped == sum(ASKING.get(name, 0) for name in names)
+    assert int(re.search(r"(\d+) passed", told.stdout)[1]) > 170 - skipped
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_the_tests_of_the_rest_pass_without_any_feature(tmp_path):
+    passes_without([*features.FILES], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", features.FILES)
+def test_the_tests_of_the_rest_pass_without_one_feature(name, tmp_path):
+    passes_without([name], tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "call"), [("engine.moving", "average(0.9)"), ("replay", "replay(print)")])
 def test_a_build_without_a_feature_refuses_its_call(name, call, tmp_path):
     program = f"import torch, zeroshard; zeroshard.shard(torch.nn.Linear(4, 4), None, stage=2).{call}"
-    env = built_without(name, tmp_path)
+    env = built_without([name], tmp_path)
     told = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=60, check=False
     )

@@ -4,6 +4,7 @@
     shard      axes         axes of the mesh that some parameters are sharded along
                chosen       parameters that its codec is for
                check        refusals of what a model and its optimizers may not have
+               budgets, offload  the tiers that are chosen by what there is
                rejoins      showing an optimizer whole matrices of which ranks have parts
                ready        anything to be done once the engine stands
     gather     codec        how parameters rest, and become what modules compute with
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from .ranks.transport import Team, Work
     from .replay import Replay
     from .stage import Seat
+    from .tiers.offload import Offload
     from .tiers.tier import Tier
 
 # By file, how a program asks for it: words, and a question about settings.
@@ -76,6 +78,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "engine.relay": ("Comm(replicas=...)", lambda s: s.summed > 1),
     "ranks.levels": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "tiers.nvme": ("Offload(...) to nvme", lambda s: s.files),
+    "planner.automatic": ('Offload("auto")', lambda s: s.automatic),
     "tiers.once": ("Offload(parameters='shared')", lambda s: s.once),
     "engine.experts": ("Layout(along=...)", lambda s: s.along),
     "engine.rejoined": ("", lambda s: False),
@@ -96,6 +99,14 @@ class Feature:
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse, by `UserError`, what it does not go with; `assembly` has the model's parameters laid out."""
+
+    def budgets(self, assembly: Assembly) -> dict[str, Any] | None:
+        """Return what this rank's machine has, to be told to all ranks, if `offload` chooses by it."""
+
+    def offload(
+        self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], told: Sequence[dict[str, Any]]
+    ) -> Offload | None:
+        """Return where states rest, if the settings leave it to this feature. told: the `budgets` of all ranks."""
 
     def rejoins(self, optimizer: torch.optim.Optimizer) -> bool | None:
         """Tell if an optimizer of whole tensors may have parameters that tensor parallelism has cut."""

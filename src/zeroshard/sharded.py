@@ -101,6 +101,7 @@ class Engine:
         before: Before | None = None if mesh is None else Before(model, optimizers)
         try:
             parts.plan(optimizers, layout, comm)
+            self.offload, self.asked = parts.offload, parts.asked
             before = before or Before(model, optimizers)
             self._assemble(parts, before, optimizers, init)
             self.ledger.end("init")

@@ -178,7 +178,8 @@ def sends(optimizer: Any) -> bool:
 
 def check_offload(optimizers: list[Any], offload: Offload) -> None:
     """Refuse optimizers that cannot be stepped bucket by bucket, if states rest off the device."""
-    check_by_bucket(optimizers if offload not in (Offload(), Offload(parameters="shared")) else ())
+    stays = offload.automatic or offload in (Offload(), Offload(parameters="shared"))
+    check_by_bucket(() if stays else optimizers)
 
 
 def check_by_bucket(optimizers: Sequence[Any]) -> None:

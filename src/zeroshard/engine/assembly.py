@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import PeerError
 from ..events import DEVICE, HOST, NVME
-from ..features import features, first
+from ..features import check_present, features, first
 from ..layout import Bucket, Layout, Partition, Spec, partition
 from ..matrices import stacked
 from ..numerics import Precision, as_bytes, dense, same_bits, write_bytes
@@ -30,6 +30,7 @@ from .buffer import Buffer, Place
 from .codec import Plain
 from .guard import SavedTensors
 from .preflight import (
+    OWN,
     agree,
     ask_all,
     check_buffers,
@@ -41,7 +42,7 @@ from .preflight import (
     describe,
     givers,
 )
-from .refused import Settings, refuse
+from .refused import Settings, gradients_of, refuse
 from .tensor_parallel import TensorParallel, check_tensors, replace_dtensors
 from .undo import Before
 from .unit import (
@@ -70,7 +71,10 @@ class Assembly:
     group: Group
     mesh: Any = None  # over whose axis tensor parallelism has cut parameters
     asked: Settings = field(default_factory=Settings)
+    layout: Layout = field(init=False)
+    comm: Comm = field(init=False)
     managed: list[Managed] = field(init=False)
+    specs: list[Spec] = field(init=False)  # of the parameters
     partition: Partition = field(init=False)
     seed: int = field(init=False)  # of all random numbers, agreed on
     units: list[Unit] = field(default_factory=list)
@@ -91,6 +95,7 @@ class Assembly:
     def plan(self, optimizers: list[torch.optim.Optimizer], layout: Layout, comm: Comm) -> None:
         """Find units and parameters, lay them out, and make sure that every rank can and will do the same."""
         problem: Exception | None = None
+        self.layout, self.comm = layout, comm
         self.native, self.own_buffers = comm.reduce == "native", layout.buffers == "local"
         facts: dict[str, Any] = {}
         found: list[Found] = []
@@ -107,7 +112,8 @@ class Assembly:
             check_buffers(self.model)
             replicated, axis_team = not self.placements.optimizer, self.group.axis_team
             block = blocks(self.managed, optimizers, layout, replicated=replicated)
-            self.partition = partition(self._specs(layout, block), layout, self.group.team.size, axis_team.size)
+            self.specs = self._specs(layout, block)
+            self.partition = partition(self.specs, layout, self.group.team.size, axis_team.size)
             check_settings(self.partition, layout, comm, self.precision)
             over = self.placements.optimizer
             check_optimizers(self.model, self.managed, optimizers, self.partition, block, over, layout)
@@ -117,6 +123,7 @@ class Assembly:
             names, policies = [unit.name for unit in found], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts |= self.asked.told
+            facts[OWN] = first("budgets", self)
         except Exception as error:
             problem = error
         told = ask_all(self.group, facts, problem)
@@ -130,6 +137,12 @@ class Assembly:
         for unit, others in zip(self.units, borrowed(found, self.managed), strict=True):
             unit.borrows = [self.units[other] for other in others]
         self.group.progress.units = [self.units[bucket.unit].name or "the model" for bucket in self.partition.buckets]
+        self.told = True  # what is refused now, every rank refuses
+        if (offload := first("offload", self, optimizers, [each[OWN] for each in told])) is not None:
+            self.offload = offload
+            self.asked = self.asked._replace(gradients=gradients_of(offload), files=offload.in_files)
+            check_present(self.asked)
+        self.told = False
 
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
         specs, axes = [], first("axes", self.managed, layout) or {}

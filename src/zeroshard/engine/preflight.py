@@ -237,7 +237,8 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
 
 
 ABSENT = "on meta"  # among a rank's facts: the parameters and buffers of which it has no values
-_OWN = 'Layout(buffers="local") for buffers that are each rank\'s own; else the same one on every rank'
+OWN = "budgets"  # among them what this rank's machine has, where `Offload` is chosen
+_LOCAL = 'Layout(buffers="local") for buffers that are each rank\'s own; else the same one on every rank'
 LOCAL = "own buffers"  # among them the kinds of buffers that are each rank's own: they may differ
 
 
@@ -258,7 +259,7 @@ def describe(
         "precision": repr(precision),
         "layout": repr(layout),
         "comm": repr(dataclasses.replace(comm, group=None)),
-        "offload": repr(dataclasses.replace(offload, path=None if offload.path is None else "")),  # a disk of its own
+        "offload": repr(_anywhere(offload)),
         "device type": device.type,
         **{f"device: {what}": said for what, said in device_facts(device).items()},
     }
@@ -294,6 +295,12 @@ def describe(
     return facts
 
 
+def _anywhere(offload: Offload) -> Offload:
+    """Return what of it must be equal on all ranks: each has a disk and memory of its own."""
+    path = None if offload.path is None else ""
+    return dataclasses.replace(offload, path=path, gpu_mem=None, host_mem=None, disk=None)
+
+
 def ask_all(group: Group, facts: dict[str, Any], problem: Exception | None) -> list[dict[str, Any]]:
     """Gather every rank's facts, and the problem that keeps it from sharding its model."""
     kind = "" if problem is None or isinstance(problem, UserError) else f"{type(problem).__name__}: "
@@ -306,7 +313,8 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
 
     Answers with rank 0's seed, which need not be everyone's.
     """
-    everyone, seed = [{**each, "seed": None, ABSENT: None, LOCAL: None} for each in told], int(told[0]["seed"])
+    may_differ = dict.fromkeys(("seed", ABSENT, LOCAL, OWN))
+    everyone, seed = [{**each, **may_differ} for each in told], int(told[0]["seed"])
     if problem is not None:
         raise problem
     for rank, theirs in enumerate(everyone):
@@ -322,7 +330,7 @@ def agree(told: list[dict[str, Any]], problem: Exception | None) -> int:
                     where=key,
                     expected=f"{everyone[0].get(key, 'nothing of that name')} (rank 0)",
                     got=f"{theirs.get(key, 'nothing of that name')} (rank {rank})",
-                    instead=_OWN
+                    instead=_LOCAL
                     if key.startswith("buffer ")
                     else "build the same model, optimizer and settings on every rank, and set one OMP_NUM_THREADS",
                 )

@@ -42,6 +42,7 @@ class Settings(NamedTuple):
     gradients: Any = "device"  # Offload.gradients
     activations: str = "device"  # Offload.activations
     files: bool = False  # does anything rest in files?
+    automatic: bool = False  # Offload("auto")
     accumulate: int = 1  # backwards per step, as plans ask
     no_sync: bool = False
     replay: bool = False
@@ -86,7 +87,7 @@ def settings(
         others |= {name: getattr(precision, name) for name in names}
     if offload is not None:
         others |= {"once": offload.once, "gradients": gradients_of(offload), "files": offload.in_files}
-        others["activations"] = offload.activations
+        others |= {"activations": offload.activations, "automatic": offload.automatic}
     return Settings(
         stage=stage,
         bounds=layout.bounds,

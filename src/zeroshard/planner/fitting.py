@@ -447,24 +447,32 @@ def frames(base: Asked, numbers: Numbers, *, filed: bool, tell: bool) -> Iterato
     stages = tuple(stage for stage in STAGES if stage or not base.spread(1))
     if base.ranks == base.copies:
         stages = tuple(stage for stage in stages if stage in (0, 3) or 0 not in stages)  # 1 and 2 are 0 on one rank
-    parameters = [*WHOLE[:2], *QUARTERS, *[WHOLE[2]] * filed]
-    mixes: list[tuple[str, ...]] = [(D,), (H,), (D, H)]
-    mixes += [(F,), (H, F), (D, F), (D, H, F)] * filed
     eighths = numbers.optimizer is not None
     moves: list[Any] = ["device", *(["cpu", *["nvme"] * filed] if tell else [])]
     for stage, early in itertools.product(stages, (False, True)):
         if early and (base.accumulate > 1 or base.no_sync):
             continue
-        for at, mix in itertools.product(parameters, mixes):
+        for tiers, mix in places(early=early, filed=filed):
+            at = tiers["parameters"]
             if base.ranks == base.copies and stage and not (D in mix and D in at):
                 continue  # one rank shards nothing: only masters that stand for parameters are another way
             if eighths and (mix != (D,) or D not in at or len(at) > 1):
                 continue  # torchao's states rest on the device
-            gradients = [WHOLE[0]] if early or mix == (D,) else [*WHOLE[:2], *[WHOLE[2]] * filed]
-            for kept in gradients:
-                tiers = {"parameters": at, "gradients": kept, "optimizer": dict.fromkeys(mix, 0)}
-                for recompute, away, small in itertools.product((False, True), moves, (False, True)):
-                    yield Way(stage, numbers, tiers, early, recompute, away, small), mix
+            for recompute, away, small in itertools.product((False, True), moves, (False, True)):
+                yield Way(stage, numbers, tiers, early, recompute, away, small), mix
+
+
+def places(*, early: bool, filed: bool) -> Iterator[tuple[At, tuple[str, ...]]]:
+    """Yield each choice of tiers, and those that the optimizer's states are shared among, without their shares.
+
+    early: does the optimizer step in backward? filed: may anything rest in files?
+    """
+    parameters = [*WHOLE[:2], *QUARTERS, *[WHOLE[2]] * filed]
+    mixes: list[tuple[str, ...]] = [(D,), (H,), (D, H)]
+    mixes += [(F,), (H, F), (D, F), (D, H, F)] * filed
+    for at, mix in itertools.product(parameters, mixes):
+        for kept in [WHOLE[0]] if early or mix == (D,) else [*WHOLE[:2], *[WHOLE[2]] * filed]:
+            yield {"parameters": at, "gradients": kept, "optimizer": dict.fromkeys(mix, 0)}, mix
 
 
 def allowed(way: Way, base: Asked) -> bool:

@@ -52,13 +52,15 @@ class LaidOut:
             self._cuts[key] = laid_out, states.owned(laid_out, asked.along(0, group))
         return self._cuts[key]
 
-    def planned(self, stage: int, asked: Asked, *, bytes_alone: bool = False) -> StagePlan:
-        """Plan a stage, without activations. bytes_alone: and without what it moves and what a save copies."""
+    def planned(self, stage: int, asked: Asked, *, bytes_alone: bool = False, rank: int | None = None) -> StagePlan:
+        """Plan a stage, without activations. bytes_alone: and without what it moves and what a save copies. rank: whose
+        bytes; None is the rank that holds most."""
         ranks, copies, recipe, shares = asked.ranks, asked.copies, asked.recipe, asked.shared
         eighths = _in_8_bits(self.specs(asked))
         cut, owned = self.cut_among(ranks // copies, asked)
         placements = asked.placements(stage)
-        rank = _fullest(cut, owned, placements, recipe.averaged(eighths), copies)
+        if rank is None:
+            rank = _fullest(cut, owned, placements, recipe.averaged(eighths), copies)
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)
         holding = states.of_recipe(cut, placements, rank, recipe, resting, replicas=copies, along=along)

@@ -307,6 +307,12 @@ def _check_policies(**policies: object) -> None:
             raise UserError(
                 f"{name}= is {article} {kind}", got=repr(policy), instead=f"{name}={instead.get(name, f'{kind}()')}"
             )
+    if getattr(policies["offload"], "automatic", False):
+        raise UserError(
+            "a plan lists what fits by itself",
+            got=repr(policies["offload"]),
+            instead="gpu_mem= and host_mem=, and no offload",
+        )
     if getattr(policies["comm"], "group", None) is not None:
         raise UserError(
             "Comm.group is of a run, and a plan has none",

@@ -4,6 +4,8 @@ ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity (Rajbhandari et al. 2021) are r
 
     Offload(optimizer="cpu", gradients="cpu")                            ZeRO-Offload
     Offload(optimizer="nvme", gradients="cpu", parameters="nvme", ...)   ZeRO-Infinity
+
+`Offload("auto")` is none of them until `shard` has chosen one.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from ..ranks.comm import Comm
 from ..stage import STATES
 
 NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME, "shared": SHARED}  # as users write them
+AUTO = "auto"
+BUDGETS = ("gpu_mem", "host_mem", "disk")  # of which `shard` chooses
 
 Where = str | float | Mapping[str, float]
 
@@ -31,6 +35,7 @@ _FIELDS = {
         "is a folder",
         instead=lambda _: 'Offload(..., path="/scratch")',
     ).or_none(),
+    **{name: Field(lambda given: isinstance(given, str), 'is a size such as "24GB"').or_none() for name in BUDGETS},
     "digests": FLAG,
     "activations": one_of(Literal["device", "cpu", "nvme"], "names a tier"),
 }
@@ -54,6 +59,12 @@ class Offload:
     `parameters="shared"`, at stages 1 to 3 on the CPU: one copy for all ranks of a host, in memory that they share.
         Each writes the elements that it updates; an edit is its rank's until then, as in a copy of its own.
 
+    `parameters="auto"`: `shard` chooses, for all states, the fastest that fits, by the planner's search, and says what
+        to write in its place. gpu_mem, host_mem, disk: what one rank's states may take, as `zeroshard.plan` takes it;
+        None is read from the machine: three quarters of what is free of the device's memory, because activations take
+        the rest, and a rank's part of what is free of the host's and of the disk of `path`. Without `path` none rest in
+        files. All ranks choose by the smallest. The other fields are not given beside it.
+
     Costs nothing in bits: any choice gives the same ones, on the CPU. Beside a GPU the CPU's AdamW has other ones than
         the GPU's, and these are the same at every stage. What it costs in time `zeroshard plan` says.
     """
@@ -64,9 +75,14 @@ class Offload:
     path: str | os.PathLike[str] | None = None
     digests: bool = True
     activations: str = "device"
+    gpu_mem: str | None = None
+    host_mem: str | None = None
+    disk: str | None = None
 
     def __post_init__(self) -> None:
         check_fields(self, _FIELDS)
+        if self._is_automatic():
+            return
         for state in STATES:
             fractions(state, getattr(self, state))
         elsewhere = [state for state in STATES if SHARED in self.tiers(state)]
@@ -91,6 +107,30 @@ class Offload:
                 instead='Offload(optimizer="nvme", path="/scratch")',
             )  # fmt: skip
 
+    def _is_automatic(self) -> bool:
+        """Check the fields of an `Offload` that is chosen by `shard`, and the absence of its own in another."""
+        others = {"gradients": "device", "optimizer": "device", "activations": "device", "digests": True}
+        given = [name for name, usual in others.items() if getattr(self, name) != usual]
+        if self.automatic and given:
+            raise UserError(
+                'Offload("auto") chooses where all states rest', got=f"{given[0]}={getattr(self, given[0])!r}",
+                instead='Offload("auto", gpu_mem=..., host_mem=..., path=...)',
+            )  # fmt: skip
+        for name in BUDGETS:
+            if getattr(self, name) is not None and (not self.automatic or (name == "disk" and self.path is None)):
+                raise UserError(
+                    f"Offload.{name} is a budget by which shard chooses", got=repr(getattr(self, name)),
+                    instead=f'Offload("auto", {name}=...{", path=..." * (name == "disk")})',
+                )  # fmt: skip
+        if self.automatic and self.path is not None:
+            check_local(self.path)
+        return self.automatic
+
+    @property
+    def automatic(self) -> bool:
+        """True until `shard` has chosen where states rest; till then all count as on the device."""
+        return self.parameters == AUTO
+
     @property
     def in_files(self) -> bool:
         """True if some state rests in files."""
@@ -112,7 +152,7 @@ class Offload:
 
     def tiers(self, state: str) -> dict[str, float]:
         """Return {tier: fraction of the state's bytes}; fractions add up to 1."""
-        return fractions(state, getattr(self, state))
+        return {DEVICE: 1.0} if self.automatic else fractions(state, getattr(self, state))
 
     def buckets(self, buckets: Sequence[Bucket]) -> list[dict[str, str]]:
         """Return for each bucket the tier of each state."""

@@ -23,7 +23,7 @@ tools: install ## the same of commands, planner, page, texts, trainers and the f
 	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/tools.json tests/tools
 
 full: install ## the rest: any two values of a test's parameters, tests of over a second, and in processes what make test runs as threads
-	$(BIN)/pytest -m "(full or worlds) and not slow" -n 3 --dist loadfile --worlds=others --seconds=run/ci/full.json
+	$(BIN)/pytest -m "(full or worlds) and not slow" -n 3 --dist loadfile --seconds=run/ci/full.json
 
 drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; docs/worlds.md. SEEDS=n
 	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \

@@ -38,7 +38,7 @@ MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
     "full": "left to `make full`: set by itself on what `make test` need not run (selection.py), or by hand: over a second",
     "processes": "runs its ranks in processes, with --worlds too",
-    "worlds": "has its ranks in worlds in `make test`; `make full` runs it again, in processes (set by itself)",
+    "worlds": "has its ranks in worlds in `make test`, so that `make full` runs it again (set by itself)",
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of docs/trust-table.md, as a name with rowN in it does",
     "slow": "left to `make slow`: by hand, or a combination that `make full` need not have; skipped with --fast",
@@ -51,7 +51,7 @@ hypothesis.settings.load_profile("zeroshard")
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="skip tests marked slow: make test and make full together")
     parser.addoption("--worlds", nargs="?", const="plain", metavar="HOW",
-                     help="run ranks as threads of pytest's process where they need not be processes; strict, or a seed that draws the schedule; others: but for those of make test")  # fmt: skip
+                     help="run ranks as threads of pytest's process where they need not be processes; strict, or a seed that draws the schedule")  # fmt: skip
     parser.addoption("--order", type=int, default=None, metavar="SEED", help="seed of the test order; 0: as written")
 
 
@@ -77,9 +77,7 @@ def pytest_configure_node(node):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Each test's ranks, from its first fixture on, are what --worlds makes of them."""
-    again = item.config.getoption("--worlds") == "others" and item.get_closest_marker("worlds")
-    processes = again or selection.needs_processes(item)
-    rank_processes.pool.instead = None if processes else item.config.stash.get(INSTEAD, None)
+    rank_processes.pool.instead = None if selection.needs_processes(item) else item.config.stash.get(INSTEAD, None)
     return (yield)
 
 

@@ -6,15 +6,14 @@
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
     make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second; and, once
-                more and in processes, what `make test` runs in worlds. Of three and more parameters of a test that
-                starts ranks any two values meet
+                more, what `make test` runs in worlds. Of three and more parameters of a test that starts ranks any two
+                values meet
     make slow   what is marked `slow` by hand, and all other combinations of three and more parameters
 
 What a function runs with never differs between runs.
 
-Ranks run as threads of pytest's process (`--worlds`), for less of the processor's time, but those whose claim is about
-processes: files of `PROCESSES`, and tests marked `processes`. Between them `make test` and `make full` run each function in
-threads and in processes: with the values that `make test` has in both, and with all others in threads (`--worlds=others`).
+`make test` runs ranks as threads of pytest's process (`--worlds`), for less of the processor's time, but those whose claim
+is about processes: files of `PROCESSES`, and tests marked `processes`. `make full` runs all of them in processes.
 """
 
 from __future__ import annotations
@@ -135,7 +134,6 @@ def mark(items: Sequence[Any]) -> None:
             elif starts_ranks(item) and not needs_processes(item):
                 item.add_marker(pytest.mark.worlds)
     _leave_to_slow([item for item in items if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu"))])
-    _once_in_processes(items)
 
 
 def _leave_to_slow(items: Sequence[Any]) -> None:
@@ -154,18 +152,6 @@ def _leave_to_slow(items: Sequence[Any]) -> None:
             kept = quick | set(cover([each - met for each in pairs], order))
             for at in {*order} - kept:
                 found[at].add_marker(pytest.mark.slow)
-
-
-def _once_in_processes(items: Sequence[Any]) -> None:
-    """Mark `processes` one test of each function that starts ranks and is nowhere but in `make full`."""
-    functions: dict[str, list[Any]] = {}
-    for item in items:
-        if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu")):
-            functions.setdefault(function(item), []).append(item)
-    for found in functions.values():
-        left = all(item.get_closest_marker("full") and not needs_processes(item) for item in found)
-        if left and starts_ranks(found[0]):
-            min(found, key=_many_ranks).add_marker(pytest.mark.processes)
 
 
 def _many_ranks(item: Any) -> int:

@@ -42,20 +42,6 @@ def test_every_test_is_in_exactly_one_set(collected):
     assert not any(worlds[item.nodeid] and selection.needs_processes(item) for item in collected)
 
 
-def test_every_function_that_starts_ranks_runs_in_processes_once(collected):
-    """In `make test` and `make full` together, however many of its tests run in worlds."""
-    functions = defaultdict(list)
-    for item in collected:
-        if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu")) and selection.starts_ranks(item):
-            functions[selection.function(item)].append(item)
-    never = [
-        name
-        for name, found in functions.items()
-        if not any(item.get_closest_marker("worlds") or selection.needs_processes(item) for item in found)
-    ]
-    assert never == []
-
-
 def test_make_test_runs_every_function(collected):
     """One at least of its tests, unless every one of them is marked by hand."""
     functions = defaultdict(list)

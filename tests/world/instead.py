@@ -17,7 +17,7 @@ counted = {"worlds": 0, "processes": 0}
 
 
 def instead_of_processes(said: str) -> Callable[..., list[Any] | None]:
-    """What takes the place of `ranks.run`. said: "plain", "others", "strict", or a seed."""
+    """What takes the place of `ranks.run`. said: "plain", "strict", or a seed."""
     options: dict[str, Any] = {"strict": said == "strict", "seed": int(said) if said.isdigit() else None}
 
     def instead(

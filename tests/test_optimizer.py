@@ -1697,7 +1697,7 @@ class Keeping(torch.optim.Optimizer):
 def keeping(what):
     def keep(self, group, param):
         if what == "an option of a group":
-            group["steps"] += 1
+            group["steps"] += param is group["params"][0]
         elif what == "a state of each element":
             self.state[param]["twice"] = param.detach() * 2
         elif what == "a count":
@@ -1796,8 +1796,39 @@ def norm_of_all(optimizer, param):
     return param.grad / (1 + torch.stack([grad.norm() for grad in grads]).norm())
 
 
+def norm_above(least):
+    """Clips by the norm of all gradients where that is more, as LAMB and Adan do."""
+
+    def clipped(optimizer, param):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return param.grad / (torch.stack([grad.norm() for grad in grads]).norm() / least).clamp(min=1.0)
+
+    return clipped
+
+
+def norm_below(most):
+    """Has a floor under the norm of all gradients."""
+
+    def raised(optimizer, param):
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return param.grad * (most / torch.stack([grad.norm() for grad in grads]).norm()).clamp(min=1.0)
+
+    return raised
+
+
+def estimated(optimizer, param):
+    """Keeps what it estimates over all tensors as an option of their group, as Prodigy does."""
+    group = optimizer.param_groups[-1]
+    group["estimate"] = group.get("estimate", 0.0) + param.grad.abs().sum().item()
+    return param.grad
+
+
 TOGETHER = {
     "a norm of all": norm_of_all,
+    "a norm of all above 10": norm_above(10.0),
+    "a norm of all above 10,000": norm_above(10_000.0),
+    "a norm of all below a thousandth": norm_below(1e-3),
+    "an option of a group": estimated,
     "its place": lambda optimizer, param: (
         param.grad / (1 + next(at for at, p in enumerate(optimizer.param_groups[0]["params"]) if p is param))
     ),

@@ -244,7 +244,8 @@ class Engine:
                 "a parameter or module of a sharded model was replaced, swapped, removed or added",
                 where=repr(name),
                 instead="edit weights in place, inside `with zero.gathered():`, or change the model before shard(...), "
-                "by .to(...) too under torch.__future__.set_swap_module_params_on_conversion(True); "
+                "or between zero.unshard() and another shard(...), by .to(...) too under "
+                "torch.__future__.set_swap_module_params_on_conversion(True); "
                 "torch.func.functional_call takes tensors that are no nn.Parameter",
             )
         now = self._traits()

@@ -3,8 +3,9 @@
 A checkpoint has an optimizer's states of parameters and the options of its groups. A class of another package may keep
 more: a count of its steps as an attribute, a state that belongs to no parameter. A resumed run would then silently be
 another one. And a class that says `elementwise = True` may take a norm of the tensor, or decay what has two dimensions.
-A twin of the optimizer is stepped three times on small parameters, and shows what a step changes; another one on a half
-of each, in one dimension, as a rank has it.
+A twin of the optimizer is stepped on small parameters, and shows what a step changes; another one on a half of each, in
+one dimension, as a rank has it. The last two of its steps have gradients that are very small and very large: a norm may
+count only above a threshold, or below one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from .hooks import own_step
 log = logging.getLogger("zeroshard")
 
 _NOTES = {"bitsandbytes": ("initialized", "_cpu_paged_warned")}  # of these packages, which a resumed run makes anew
-STEPS = 3  # some count to two before they act
+STEPS = 3  # of usual gradients, since some count to two before they act
+FAINT, LOUD = 1e-9, 1e6  # times as large as these, in two steps more
 LARGEST = 4096  # elements of an attribute's tensor, or members of its list, that a twin gets a copy of
 SMALL = 8  # elements of a stand-in along each of its first two dimensions
 
@@ -81,7 +83,7 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
                 "an optimizer keeps what a step changes in an attribute, and a checkpoint would not have it",
                 where=f"{where}, attribute {name!r}",
                 expected="states in optimizer.state[param], or options in the groups",
-                got=f"{before.get(name)!s:.60} before {STEPS} steps, {after[name]!s:.60} after",
+                got=f"{before.get(name)!s:.60} before a trial's steps, {after[name]!s:.60} after",
                 instead=f"keep it in optimizer.param_groups[0][{name!r}]; or, if a resumed run does not need it, "
                 f"say so on the class: unsaved = ({name!r},)",
             )
@@ -153,11 +155,11 @@ def _check_tensors(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> N
         _step(alone)
     except Exception:  # of a step that needs several tensors: nothing is known
         return
-    if not same_bits(updated(alone)[0].detach(), updated(twin)[-1].detach()):
+    if not same_bits(updated(alone)[0].detach(), updated(twin)[-1].detach()) or _options(alone) != _options(twin):
         raise UserError(
             "an optimizer updates a tensor otherwise beside others than alone, and each rank holds other tensors",
             where=where,
-            expected="each tensor updated by its own value, gradient and states, whatever else is in the groups",
+            expected="each tensor updated, and each option changed, whatever else is in the groups",
             instead="shard(..., stage=0); a norm of all gradients by torch.nn.utils.clip_grad_norm_("
             "model.parameters(), ...) before step()",
         )
@@ -202,7 +204,9 @@ def _check_halves(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> No
 
 
 def _differ(whole: Any, other: Any) -> bool:
-    """Tell if parameters, as far as `other` has them, or states of one number have other bits."""
+    """Tell if parameters, as far as `other` has them, states of one number or options have other bits."""
+    if _options(whole) != _options(other):
+        return True
     for a, b in zip(updated(whole), updated(other), strict=True):
         if not same_bits(a.detach().reshape(-1)[: b.numel()], b.detach().reshape(-1)):
             return True
@@ -269,12 +273,26 @@ def _small(param: Tensor, *, halves: bool) -> nn.Parameter:
 def _step(twin: Any, seed: int = 0) -> None:
     step = own_step(type(twin))  # hooks of all optimizers count the run's steps
     with uncompiled(), _seeded(seed, updated(twin)[0].device):
-        for _ in range(STEPS):
+        for factor in (*[1.0] * STEPS, FAINT, LOUD):
+            with torch.no_grad():
+                given = [(p, p.grad, p.detach().to(p.grad.dtype)) for p in updated(twin) if p.grad is not None]
+                for param, grad, _ in given:
+                    param.grad = grad * _within(factor, grad.dtype)
             step(twin)
             with torch.no_grad():  # another gradient, since some keep what changes between two of them
-                for param in updated(twin):
-                    if param.grad is not None:
-                        param.grad.mul_(-0.5).add_(param.to(param.grad.dtype), alpha=0.25)
+                for param, grad, before in given:
+                    param.grad = grad.mul_(-0.5).add_(before, alpha=0.25)
+
+
+def _within(factor: float, dtype: torch.dtype) -> float:
+    """Return a factor that leaves numbers around 0.01 to 1 finite, and no zeros, in a dtype."""
+    numbers = torch.finfo(dtype)
+    return float(min(max(factor, numbers.tiny**0.5), numbers.max**0.5))
+
+
+def _options(optimizer: Any) -> Any:
+    """Return the options of an optimizer's last group, as values that can be compared."""
+    return _comparable({name: value for name, value in optimizer.param_groups[-1].items() if name != "params"})
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from zeroshard.planner import from_number, gpus, quantities, recipes
 from zeroshard.planner.answer import Plan
 from zeroshard.planner.asked import Asked
 from zeroshard.planner.machines import MACHINES
+from zeroshard.planner.question import from_flat
 from zeroshard.resting import masters
 from zeroshard.stage import STAGES, STATES
 
@@ -39,7 +40,7 @@ CUSTOM = ("parameters=2,gradients=2,master=4,m=4,v=4", "parameters=2,gradients=4
 
 
 def questions() -> list[dict[str, Any]]:
-    """Arguments of `zeroshard.plan`, those left at their defaults not named. The same at every call."""
+    """Options of `zeroshard plan`, those left at their defaults not named. The same at every call."""
     draw = random.Random(SEED)
     asked: list[dict[str, Any]] = [dict(case) for case in PRESETS_ON_THE_PAGE]
     while len(asked) < CASES:
@@ -113,13 +114,14 @@ def answer(asked: dict[str, Any]) -> dict[str, Any]:
         on_disk = any(where == "nvme" or "nvme" in where for where in resting.values())
         settings["offload"] = Offload(**resting, path="/scratch" if on_disk else None)
     rest = {name: value for name, value in settings.items() if name not in NAMES}
+    model, machine, step, more = from_flat(rest)
     number = from_number.plan_params
 
     def at_rest(numel: int, asked: Asked) -> Plan:
         return number(numel, asked._replace(accelerator=False, layout=Layout().on(accelerator=False)))
 
     with patch.object(from_number, "plan_params", at_rest), patch.object(planning, "_fitting", lambda *_: None):
-        plan = zeroshard.plan(**rest, comm=comm_of(settings)).json()
+        plan = zeroshard.plan(model, machine, step=step, **more, comm=comm_of(settings)).json()
     for stage in plan["stages"]:
         shown = [instant for instant in stage["instants"] if not instant["name"].startswith(("forward", "reduce"))]
         stage["instants"] = shown[:3] + shown[-2:] if len(shown) > 5 else shown

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroshard import Comm, Layout
-from zeroshard.planner.machines import MACHINES, Machine
+from zeroshard.planner.machines import MACHINES, Cluster
 from zeroshard.planner.simulate import facts, simulate
 from zeroshard.planner.timeline import replay
 
@@ -84,7 +84,7 @@ class Published(NamedTuple):
     what: str
     source: str
     job: Callable[[], dict[str, Any]]
-    machine: Machine
+    machine: Cluster
     ranks: int
     stage: int
     unit: str  # "tokens/s" or "TFLOP/s", of one GPU; recomputation counts as operations

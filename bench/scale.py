@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import zeroshard
-from zeroshard import Comm
+from zeroshard import Comm, Machine, Model
 from zeroshard.checkpoint import parts
 from zeroshard.ranks import agreement, groups, watch
 from zeroshard.ranks.comm import Simulated
@@ -75,7 +75,7 @@ def count(found: dict[str, Any], what: str) -> str:
 
 def plan(ranks: int) -> str:
     since = time.process_time()
-    zeroshard.plan(params=70e9, ranks=ranks, units=80, gpus_per_node=8)
+    zeroshard.plan(Model(70e9, units=80), Machine(ranks=ranks, gpus_per_node=8))
     return f"{time.process_time() - since:.2f} s"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
 import zeroshard
+from zeroshard import Machine
 from zeroshard.events import DEVICE, NVME
 from zeroshard.planner.fitting import Fit, Fitting, Found
 
@@ -24,7 +25,7 @@ BEGIN, END = "<!-- docs/fits.py -->\n", "<!-- end of docs/fits.py -->\n"
 
 def answer(model: str, gpu: str, host: str, disk: str | None) -> Fitting:
     """What fits a machine with one GPU."""
-    found = zeroshard.plan(params=model, gpu=gpu, host_mem=host, disk=disk).fitting
+    found = zeroshard.plan(model, Machine(gpu=gpu, host_mem=host, disk=disk)).fitting
     assert found is not None
     return found
 

@@ -16,7 +16,7 @@ import reference
 import selection
 import training
 import zeroshard
-from zeroshard import Comm, Layout, Offload
+from zeroshard import Comm, Layout, Machine, Offload
 from zeroshard.errors import TierError, UserError
 from zeroshard.headroom import aligned
 from zeroshard.planner.simulate import STEPS, simulate
@@ -181,9 +181,9 @@ def test_a_simulation_holds_and_moves_what_a_rank_does_and_keeps_that_much_less_
 
 
 def test_a_plan_of_a_job_has_activations_where_they_rest_and_one_of_a_number_asks_for_tokens():
-    (kept,) = zeroshard.plan(job, ranks=2, stage=2).stages
-    (host,) = zeroshard.plan(job, ranks=2, stage=2, offload=to("cpu", "")).stages
-    (files,) = zeroshard.plan(job, ranks=2, stage=2, offload=to("nvme", "/nowhere")).stages
+    (kept,) = zeroshard.plan(job, Machine(ranks=2), stage=2).stages
+    (host,) = zeroshard.plan(job, Machine(ranks=2), stage=2, offload=to("cpu", "")).stages
+    (files,) = zeroshard.plan(job, Machine(ranks=2), stage=2, offload=to("nvme", "/nowhere")).stages
     gone = (BLOCKS - 1) * X
     assert kept.activations - host.activations == kept.activations - files.activations == gone
     assert host.tiers["host"] == {"activations": gone}
@@ -191,7 +191,7 @@ def test_a_plan_of_a_job_has_activations_where_they_rest_and_one_of_a_number_ask
     assert files.tiers["host"] == {"staging": 3 * aligned(X)}
     assert (files.files, files.moves) == ((BLOCKS - 1) * aligned(X), (gone - 3 * X, gone))
     with pytest.raises(UserError, match=r"Offload.activations: it is about activations, of jobs, or of so many tokens"):
-        zeroshard.plan(params=7e9, offload=Offload(activations="cpu"))
+        zeroshard.plan(7e9, offload=Offload(activations="cpu"))
 
 
 # --- graphs of all kinds ----------------------------------------------------------------------------------------------

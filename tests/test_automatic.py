@@ -127,7 +127,7 @@ class Unknown(torch.optim.SGD):
         (lambda: trained(Offload("auto", gpu_mem="4", host_mem="1GB"), 3), "gpu_mem: a budget of memory is a number and"),
         (lambda: trained(Offload("auto"), 3), '(?s)does not tell how much.*gpu_mem="24GB"'),
         (lambda: trained(Offload("auto", gpu_mem="1GB"), 3, optimizer=Unknown), "(?s)does not know the states.*Unknown"),
-        (lambda: zeroshard.plan(params="7B", offload=Offload("auto")), "(?s)a plan lists what fits.*gpu_mem"),
+        (lambda: zeroshard.plan("7B", offload=Offload("auto")), "(?s)a plan lists what fits.*gpu_mem"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_chosen_is_refused_in_words(how, said):

@@ -178,7 +178,7 @@ def test_codes_and_scales_are_planned_to_the_byte():
             assert ledger == predicted
             run = simulate(of_blocks, ranks=3, rank=rank, stage=stage)
             assert {state: n for state, n in run.ledger.held.items() if n} == ledger["device"]
-    plan = zeroshard.plan(of_blocks, ranks=1, stage=0).stages[0]
+    plan = zeroshard.plan(of_blocks, stage=0).stages[0]
     assert (plan.states["m"], plan.states["m_scale"]) == (5197, 4 * (7 + 1 + 12 + 1 + 1 + 1))
 
 

@@ -12,6 +12,7 @@ import ranks
 import reference
 import zeroshard
 from claims import features, plain, removed, scenario
+from zeroshard import Machine, Model, Step
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.planner import predict_tiers
 from zeroshard.planner.simulate import simulate
@@ -155,8 +156,9 @@ def test_names_and_shapes_alone_say_what_each_tier_holds(case, folder, tmp_path)
     layout = dataclasses.replace(settings["layout"], recompute=False)  # which changes nothing that rests
     comm = dataclasses.replace(settings["comm"], release_after_forward=True, reduce="ordered")
     (planned,) = zeroshard.plan(
-        shapes=tmp_path / "shapes.json", ranks=case.ranks, stage=case.stage, preset=preset, accumulate=case.micro,
-        layout=layout, comm=comm, offload=settings["offload"], optimizer_in_backward=case.early,
+        Model(shapes=tmp_path / "shapes.json", preset=preset), Machine(ranks=case.ranks), stage=case.stage,
+        step=Step(accumulate=case.micro), layout=layout, comm=comm, offload=settings["offload"],
+        optimizer_in_backward=case.early,
     ).stages  # fmt: skip
     held = outcome(case, folder)[0][planned.rank].ledger.held
     assert {tier: sum(found.values()) for tier, found in planned.tiers.items()} == {

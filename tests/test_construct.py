@@ -26,7 +26,7 @@ import ranks
 import reference
 import zeroshard
 from test_house import PUBLIC
-from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard import Comm, Layout, Machine, Model, Offload, Precision, Step
 from zeroshard.errors import Error, PeerError, ReleasedError, StateError, UserError
 
 STAGES = (0, 1, 2, 3)
@@ -64,7 +64,8 @@ def test_public_names_are_locked():
     assert sorted(zeroshard.__all__) == PUBLIC
     assert sorted(zeroshard.__all__) == dir(zeroshard)
     fields = {
-        kind: [(f.name, f.default) for f in dataclasses.fields(kind)] for kind in (Precision, Offload, Layout, Comm)
+        kind: [(f.name, f.default) for f in dataclasses.fields(kind)]
+        for kind in (Precision, Offload, Layout, Comm, Model, Machine, Step)
     }
     assert fields == {
         Precision: [
@@ -116,12 +117,39 @@ def test_public_names_are_locked():
             ("optimizer", "team"),
             ("hosts", None),
         ],
+        Model: [
+            ("params", None),
+            ("shapes", None),
+            ("job", None),
+            ("preset", None),
+            ("bytes", None),
+            ("optimizer", None),
+            ("units", None),
+        ],
+        Machine: [
+            ("ranks", 1),
+            ("gpu", None),
+            ("gpu_mem", None),
+            ("host_mem", None),
+            ("disk", None),
+            ("gpus_per_node", None),
+            ("cluster", None),
+            ("ep", None),
+        ],
+        Step: [
+            ("accumulate", 1),
+            ("no_sync", False),
+            ("batch", None),
+            ("seq", None),
+            ("seconds", None),
+            ("tokens", None),
+        ],
     }
     public = {name for name in dir(zeroshard.Zero) if not name.startswith("_")}
     assert {"no_sync", "gathered", "clip_grad_norm_", "ledger"} <= public
 
 
-@pytest.mark.parametrize("kind", [Precision, Offload, Layout, Comm])
+@pytest.mark.parametrize("kind", [Precision, Offload, Layout, Comm, Machine, Step])
 def test_policies_are_frozen(kind):
     """A policy cannot change under the engine that was built from it."""
     policy = kind()

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard import Comm, Layout, Machine, Model, Offload, Precision, Step
 from zeroshard.cli import demo, doctor, iobench, launch, main, start, train, verify
 from zeroshard.errors import Error
 
@@ -94,14 +94,24 @@ CALLS = {
     "micro_batch_rng index": lambda v: small()[2].micro_batch_rng(0, v).__enter__(),
     "load a model": lambda v: zeroshard.load(v, "exported"),
     "load a model folder": lambda v: zeroshard.load(torch.nn.Linear(2, 2), v),
-    "plan params": lambda v: zeroshard.plan(params=v),
-    "plan ranks": lambda v: zeroshard.plan(params=1e6, ranks=v),
-    "plan stage": lambda v: zeroshard.plan(params=1e6, stage=v),
-    "plan gpu_mem": lambda v: zeroshard.plan(params=1e6, gpu_mem=v),
-    "plan offload": lambda v: zeroshard.plan(params=1e6, offload=v),
-    "plan comm": lambda v: zeroshard.plan(params=1e6, comm=v),
-    "plan layout": lambda v: zeroshard.plan(params=1e6, layout=v),
-    "plan precision": lambda v: zeroshard.plan(params=1e6, precision=v),
+    "plan": lambda v: zeroshard.plan(v),
+    "plan machine": lambda v: zeroshard.plan(1e6, v),
+    "plan step": lambda v: zeroshard.plan(1e6, step=v),
+    "plan params": lambda v: zeroshard.plan(Model(v)),
+    "plan shapes": lambda v: zeroshard.plan(Model(shapes=v)),
+    "plan units": lambda v: zeroshard.plan(Model(1e6, units=v)),
+    "plan preset": lambda v: zeroshard.plan(Model(1e6, preset=v)),
+    "plan cluster": lambda v: zeroshard.plan(1e6, Machine(cluster=v)),
+    "plan disk": lambda v: zeroshard.plan(1e6, Machine(gpu_mem="1GB", disk=v)),
+    "plan batch": lambda v: zeroshard.plan(1e6, step=Step(batch=v)),
+    "plan no_sync": lambda v: zeroshard.plan(1e6, step=Step(no_sync=v)),
+    "plan ranks": lambda v: zeroshard.plan(1e6, Machine(ranks=v)),
+    "plan stage": lambda v: zeroshard.plan(1e6, stage=v),
+    "plan gpu_mem": lambda v: zeroshard.plan(1e6, Machine(gpu_mem=v)),
+    "plan offload": lambda v: zeroshard.plan(1e6, offload=v),
+    "plan comm": lambda v: zeroshard.plan(1e6, comm=v),
+    "plan layout": lambda v: zeroshard.plan(1e6, layout=v),
+    "plan precision": lambda v: zeroshard.plan(1e6, precision=v),
 }
 
 

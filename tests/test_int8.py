@@ -12,7 +12,7 @@ import ranks
 import reference
 import training
 import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard import Comm, Layout, Machine, Offload, Precision
 from zeroshard.cli.reference import in_codes, total_norm
 from zeroshard.errors import NotFiniteError, UserError
 from zeroshard.planner.simulate import simulate
@@ -98,7 +98,9 @@ def test_a_quarter_of_the_bytes_is_sent_and_counted(stage):
 @pytest.mark.row(105)
 def test_a_plan_of_a_job_says_what_is_sent_and_held():
     """As for shapes (test_planned_formats)."""
-    (found,) = zeroshard.plan(gpt, ranks=2, stage=3, layout=Layout(bucket_mib=0.005), comm=Comm(reduce="int8")).stages
+    (found,) = zeroshard.plan(
+        gpt, Machine(ranks=2), stage=3, layout=Layout(bucket_mib=0.005), comm=Comm(reduce="int8")
+    ).stages
     run = simulate(gpt, ranks=2, stage=3, layout=Layout(bucket_mib=0.005), comm=Comm(reduce="int8"))
     numel = sum(bucket.numel for bucket in run.zero.partition.buckets)
     assert (found.traffic.reductions, found.traffic.reduce.logical) == (1.0, numel * 33 // 32)

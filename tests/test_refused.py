@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import zeroshard
+from flat import plan_of
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.engine.refused import REFUSALS, Settings, refuse, settings
 from zeroshard.errors import Error, UserError
@@ -93,7 +94,7 @@ def test_defaults_go_with_everything():
 )
 def test_a_plan_refuses_the_same(options, row):
     with pytest.raises(UserError) as refused:
-        zeroshard.plan(params=1000, ranks=4, **options)
+        plan_of(params=1000, ranks=4, **options)
     assert str(refused.value).splitlines()[0] == REFUSALS[row].what
 
 

@@ -139,7 +139,7 @@ def test_bytes_held_are_those_planned(warm, command, world, more, monkeypatch):
 @pytest.mark.parametrize("stage", selection.STAGES)
 def test_what_shapes_plan_bounds_what_is_held(tmp_path, stage, no_sync):
     """The peaks of a plan from shapes are at least those of the engine's own walk; its traffic is the same."""
-    from zeroshard import plan
+    from flat import plan_of
     from zeroshard.planner.simulate import simulate
 
     shapes = tmp_path / "shapes.json"
@@ -147,7 +147,9 @@ def test_what_shapes_plan_bounds_what_is_held(tmp_path, stage, no_sync):
         "{" + ", ".join(f'"{name}": {list(tensor.shape)}' for name, tensor in Deep().state_dict().items()) + "}"
     )
     options = {"accumulate": 2, "no_sync": no_sync}
-    found = plan(shapes=shapes, ranks=4, stage=stage, preset="fp32", comm=Comm(transport="shared"), **options).stages[0]
+    found = plan_of(
+        shapes=shapes, ranks=4, stage=stage, preset="fp32", comm=Comm(transport="shared"), **options
+    ).stages[0]
     run = simulate(deep, ranks=4, rank=found.rank, stage=stage, comm=SHARED, **options)
     held = {
         phase: sum(most.held.get(state, 0) for state in ("reduce", "lent")) for phase, most in run.ledger.phases.items()

@@ -14,7 +14,7 @@ import ranks
 import reference
 import test_offload
 import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision, digests
+from zeroshard import Comm, Layout, Machine, Offload, Precision, digests
 from zeroshard.cli import resume
 from zeroshard.cli.config import InputError
 from zeroshard.device import CHUNK
@@ -369,7 +369,7 @@ def test_a_plan_notes_where_masters_rest_alone(stage, fields, said):
     """With half of the optimizer's states in host memory some masters do."""
     offload = Offload(**fields) if fields else None
     notes = zeroshard.plan(
-        planned_job, ranks=2, stage=stage, precision=SPLIT, offload=offload, layout=Layout(bucket_mib=0.001)
+        planned_job, Machine(ranks=2), stage=stage, precision=SPLIT, offload=offload, layout=Layout(bucket_mib=0.001)
     ).notes
     assert any("nothing is split there" in note for note in notes) == said
 

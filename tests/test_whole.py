@@ -17,7 +17,7 @@ import training
 import zeroshard
 from test_checkpoint import joined, same
 from test_optimizer import check
-from zeroshard import Comm, Layout, Offload
+from zeroshard import Comm, Layout, Machine, Model, Offload
 from zeroshard.checkpoint.content import pieces
 from zeroshard.errors import UserError
 from zeroshard.planner.built import predict_tiers
@@ -236,19 +236,19 @@ def test_the_planner_knows_whole_tensors_to_the_byte(kind):
 
 @pytest.mark.full
 def test_a_plan_says_how_even_whole_tensors_are_and_which_replicas_leave_no_rank_idle(tmp_path):
-    found = zeroshard.plan(lambda: job_of("Muon"), ranks=2, stage=3)
+    found = zeroshard.plan(lambda: job_of("Muon"), Machine(ranks=2), stage=3)
     assert found.json()["whole"]["tensors"] == 3 and found.json()["whole"]["idle"] == 0
-    idle = zeroshard.plan(lambda: job_of("Muon"), ranks=8, stage=1)
+    idle = zeroshard.plan(lambda: job_of("Muon"), Machine(ranks=8), stage=1)
     assert (idle.whole.idle, idle.whole.replicas) == (5, 4)
     assert any("--replicas 4, Comm(replicas=4)" in note and "5 of 8 ranks" in note for note in idle.notes)
-    assert zeroshard.plan(lambda: job_of("Muon"), ranks=8, stage=1, comm=Comm(replicas=4)).whole.idle == 0
+    assert zeroshard.plan(lambda: job_of("Muon"), Machine(ranks=8), stage=1, comm=Comm(replicas=4)).whole.idle == 0
     shapes = tmp_path / "shapes.json"
     shapes.write_text(json.dumps({"h.0.w": [64, 64], "h.0.b": [64], "h.1.w": [64, 64], "h.1.b": [64]}))
-    assert zeroshard.plan(shapes=shapes, ranks=2, stage=1).whole is None
-    told = zeroshard.plan(shapes=shapes, ranks=2, stage=1, layout=Layout(whole=["h.0.w", "h.1.w"])).whole
+    assert zeroshard.plan(shapes, Machine(ranks=2), stage=1).whole is None
+    told = zeroshard.plan(shapes, Machine(ranks=2), stage=1, layout=Layout(whole=["h.0.w", "h.1.w"])).whole
     assert (told.tensors, told.idle, told.work) == (2, 0, 1.0)
     with pytest.raises(UserError, match="Layout.whole matches no parameter"):
-        zeroshard.plan(shapes=shapes, ranks=2, layout=Layout(whole=["w"]))
+        zeroshard.plan(shapes, Machine(ranks=2), layout=Layout(whole=["w"]))
 
 
 def test_cuts_fall_between_the_blocks_that_a_layout_names(tmp_path):
@@ -261,7 +261,7 @@ def test_cuts_fall_between_the_blocks_that_a_layout_names(tmp_path):
         cuts = [each - slot.start for each in bucket.bounds if slot.start < each < slot.stop]
         assert cuts and all(each % cut == 0 for each in cuts)
         plan = zeroshard.plan(
-            shapes=tmp_path / "shapes.json", ranks=3, stage=1, layout=Layout(align=align), preset="fp32"
+            Model(shapes=tmp_path / "shapes.json", preset="fp32"), Machine(ranks=3), stage=1, layout=Layout(align=align)
         )
         padding = sum(each.padding for each in partition.buckets)
         assert any(note == f"padding over all ranks: {padding:,} elements" for note in plan.notes)

@@ -32,21 +32,27 @@ if TYPE_CHECKING:
     from .layout import Layout as Layout
     from .numerics import Precision as Precision
     from .planner.plan import plan as plan
+    from .planner.question import Machine as Machine
+    from .planner.question import Model as Model
+    from .planner.question import Step as Step
     from .ranks.comm import Comm as Comm
     from .runlog.record import RunLog as RunLog
     from .tiers.offload import Offload as Offload
     from .worlds.world import world as world
 
-ANYWHERE = "Comm", "Error", "Layout", "Offload", "plan"  # without torch, and off Linux
+ANYWHERE = "Comm", "Error", "Layout", "Machine", "Model", "Offload", "Step", "plan"  # without torch, and off Linux
 EXTRA = "torch", "numpy", "safetensors"  # what `pip install "zeroshard[torch]"` brings
 
 _HOME = {
     "Comm": "ranks.comm",
     "Error": "errors",
     "Layout": "layout",
+    "Machine": "planner.question",
+    "Model": "planner.question",
     "Offload": "tiers.offload",
     "Precision": "numerics",
     "RunLog": "runlog.record",
+    "Step": "planner.question",
     "Zero": "api",
     "apart": "engine.apart",
     "load": "integrations.weights",
@@ -60,9 +66,12 @@ __all__ = [
     "Comm",
     "Error",
     "Layout",
+    "Machine",
+    "Model",
     "Offload",
     "Precision",
     "RunLog",
+    "Step",
     "Zero",
     "apart",
     "load",

@@ -15,7 +15,8 @@ from torch import nn
 
 import emulated
 import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision
+from flat import plan_of
+from zeroshard import Comm, Layout, Machine, Model, Offload, Precision, Step
 from zeroshard.cli.main import app
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME
@@ -175,7 +176,9 @@ def test_a_line_runs_and_holds_what_was_planned(tmp_path, ranks, device, host, d
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps({name: list(param.shape) for name, param in Tiny().named_parameters()}))
     found = zeroshard.plan(
-        shapes=path, ranks=ranks, gpu_mem=device, host_mem=host, disk=disk, batch=1, seq=4, preset="zeroshard"
+        Model(shapes=path, preset="zeroshard"),
+        Machine(ranks=ranks, gpu_mem=device, host_mem=host, disk=disk),
+        step=Step(batch=1, seq=4),
     ).fitting
     fits = [each.fits[0] for each in found.found if each.fits and each.heading == heading]
     assert fits, [each.proof for each in found.found]
@@ -265,17 +268,17 @@ def test_pure_bf16_has_its_bytes_and_its_line(said, words, total):
 def test_a_disk_is_a_size_or_a_measured_speed(tmp_path):
     """Of a size the speed is assumed; io-bench's file has a speed, and room for all."""
     question = {"params": "7B", "gpu": "4090", "host_mem": "32GiB"}
-    without, sized = (zeroshard.plan(**question, disk=disk) for disk in (None, "1TB"))
+    without, sized = (plan_of(**question, disk=disk) for disk in (None, "1TB"))
     assert not without.fitting.found[0].fits and sized.fitting.found[0].fits
     assert (sized.disk.size, sized.disk.measured) == (10**12, False)
     path = tmp_path / "disk.json"
     path.write_text(json.dumps({"format": "zeroshard io-bench 1", "disk": {"read": 1e9, "write": 1e9, "both": 1e9}}))
-    slow = zeroshard.plan(**question, disk=path)
+    slow = plan_of(**question, disk=path)
     assert (slow.disk.size, slow.disk.measured) == (None, True)
     assert slow.fitting.best.times.middle > sized.fitting.best.times.middle
-    assert zeroshard.plan(**question, disk="10GB").fitting.found[0].proof is not None
+    assert plan_of(**question, disk="10GB").fitting.found[0].proof is not None
     with pytest.raises(UserError, match="disk: a budget of memory is a number and a unit"):
-        zeroshard.plan(**question, disk="100")
+        plan_of(**question, disk="100")
 
 
 def test_activations_are_those_of_the_formula():
@@ -290,12 +293,12 @@ def test_activations_are_those_of_the_formula():
     assert again.device == 32 * 2 * tokens * body.hidden + layer + logits
     away = body.held(tokens, itemsize=2, recompute=False, moved=True)
     assert away.device == 2 * layer + logits and away.away == 31 * layer
-    (found,) = zeroshard.plan(params=7e9, stage=0, gpu="h200", batch=2, seq=1024).stages
+    (found,) = zeroshard.plan(7e9, Machine(gpu="h200"), step=Step(batch=2, seq=1024), stage=0).stages
     assert (found.activations, found.working) == (all_kept.kept, all_kept.device)
     with pytest.raises(UserError, match="Layout.recompute: it is about activations"):
-        zeroshard.plan(params=7e9, layout=Layout(recompute=True))
+        zeroshard.plan(7e9, layout=Layout(recompute=True))
     with pytest.raises(UserError, match="batch stands for a job"):
-        zeroshard.plan("a:b", batch=2)
+        zeroshard.plan("a:b", step=Step(batch=2))
 
 
 def test_every_gpu_has_a_clock():
@@ -331,7 +334,7 @@ MACHINES = {
 )
 def test_every_machine_has_a_line_or_a_proof(params, device, host, disk):
     """Also those of the page's table, below."""
-    check(zeroshard.plan(params=params, ranks=1, gpu_mem=device, host_mem=host, disk=disk).fitting)
+    check(zeroshard.plan(params, Machine(ranks=1, gpu_mem=device, host_mem=host, disk=disk)).fitting)
 
 
 @pytest.mark.full

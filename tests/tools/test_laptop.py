@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import zeroshard
+from zeroshard import Machine, Model
 from zeroshard.errors import UserError
 from zeroshard.planner import clock, gpus
 from zeroshard.planner.machines import KNOWN_BY, MACHINES
@@ -123,18 +124,18 @@ def test_an_older_torch_is_refused(monkeypatch):
 
 
 def test_a_gpu_by_name_is_what_tensors_can_have_of_it():
-    plan = zeroshard.plan(params=7e9, ranks=8, units=32, gpu="H100-80")
+    plan = zeroshard.plan(Model(7e9, units=32), Machine(ranks=8, gpu="H100-80"))
     limit = int((79.1 * 2**30 - 2.5 * 2**30) * 0.97)
     assert plan.gpu_mem == limit == gpus.usable("h100-80")
     assert [stage.fits for stage in plan.stages] == [stage.peak <= limit for stage in plan.stages]
     assert plan.notes[0] == gpus.note("H100-80") and "2.5 GiB are assumed" in plan.notes[0]
-    assert zeroshard.plan(params=7, gpu="h100").gpu_mem == limit
+    assert zeroshard.plan(7, Machine(gpu="h100")).gpu_mem == limit
     with pytest.raises(UserError, match="instead: a100-80 or a100-40"):
-        zeroshard.plan(params=7, gpu="a100")
+        zeroshard.plan(7, Machine(gpu="a100"))
     with pytest.raises(UserError, match="did you mean 'h200'.*gpu_mem="):
-        zeroshard.plan(params=7, gpu="h201")
+        zeroshard.plan(7, Machine(gpu="h201"))
     with pytest.raises(UserError, match="both say how much memory"):
-        zeroshard.plan(params=7, gpu="h200", gpu_mem="80GiB")
+        zeroshard.plan(7, Machine(gpu="h200", gpu_mem="80GiB"))
 
 
 @pytest.mark.parametrize("name", gpus.GPUS)
@@ -144,7 +145,7 @@ def test_every_gpu_has_a_source_and_is_filled_by_one_rule(name):
     assert gpu.source.startswith(("NVIDIA ", "AMD ")) and name == name.lower()
     assert 0 < gpu.flops < 1e16 and 0 < gpu.bandwidth < 1e13
     assert gpus.usable(name) == int((gpu.gib * 2**30 - 2.5 * 2**30) * 0.97) < gpu.gib * 2**30
-    assert zeroshard.plan(params=7, gpu=name).gpu_mem == gpus.usable(name)
+    assert zeroshard.plan(7, Machine(gpu=name)).gpu_mem == gpus.usable(name)
     assert clock.CARDS[name][:2] == (gpu.flops, gpu.bandwidth)  # by which the clock of a plan goes too
     assert gpus.note(name).startswith(f"{name}: {gpu.gib} GiB, of which tensors get ")
 

@@ -11,7 +11,8 @@ import torch
 from bench import manifests
 
 import zeroshard
-from zeroshard import Comm, Layout, Precision
+from flat import plan_of
+from zeroshard import Comm, Layout, Machine, Model, Precision, Step
 from zeroshard.explain.document import Page, built_in, document, template
 from zeroshard.planner import texts
 from zeroshard.planner.machines import MACHINES
@@ -37,24 +38,26 @@ def cells(name, first):
 @pytest.mark.parametrize("stage", range(4))
 def test_what_a_stage_holds(stage):
     """docs/choose-a-stage.md: the formula, and 7 B parameters on 8 GPUs."""
-    (found,) = zeroshard.plan(params="7B", ranks=8, preset="zeroshard", stage=stage).stages
+    (found,) = zeroshard.plan(Model("7B", preset="zeroshard"), Machine(ranks=8), stage=stage).stages
     assert cells("docs/choose-a-stage.md", str(stage))[1:] == [found.formula, f"{found.total / 1e9:g} GB"]
 
 
 def test_which_stage_sends_least():
     """docs/when-not.md and docs/choose-a-stage.md, in bf16: stage 0 as much as stage 3, stages 1 and 2 as DDP."""
-    sent = [stage.traffic.total.sent for stage in zeroshard.plan(params="7B", ranks=8, preset="zeroshard").stages]
+    sent = [
+        stage.traffic.total.sent for stage in zeroshard.plan(Model("7B", preset="zeroshard"), Machine(ranks=8)).stages
+    ]
     assert sent[0] == sent[3] and sent[1] == sent[2] == min(sent) == 2 * 2 * 7e9 * 7 / 8  # DDP: twice the bf16 weights
     said = f"for 7 B parameters on 8 ranks {sent[0] / 1e9:g} GB per rank and step, where stages 1 and 2 send {sent[1] / 1e9:g}"
     assert said in page("docs/when-not.md")
-    fp32 = [stage.traffic.total.sent for stage in zeroshard.plan(params="7B", ranks=8, preset="fp32").stages]
+    fp32 = [stage.traffic.total.sent for stage in zeroshard.plan(Model("7B", preset="fp32"), Machine(ranks=8)).stages]
     assert fp32[0] == fp32[1] == fp32[2] == 2 * fp32[3] / 3
 
 
 def test_passes_of_a_step():
     """README.md and docs/choose-a-stage.md: the model twice, at stage 3 three times; A + 1 and 3A with A backwards."""
     for backwards in (1, 4):
-        found = zeroshard.plan(params="7B", ranks=8, accumulate=backwards).stages
+        found = zeroshard.plan("7B", Machine(ranks=8), step=Step(accumulate=backwards)).stages
         assert [stage.traffic.passes for stage in found] == [backwards + 1] * 3 + [3 * backwards]
     assert "Stages 0 to 2 send the model twice in a step, stage 3 three times" in page("README.md")
     assert "3A passes of the parameters in a step of A backwards, where the other stages take A + 1" in page(
@@ -65,9 +68,7 @@ def test_passes_of_a_step():
 @pytest.mark.parametrize("name", ["README.md", "docs/choose-a-stage.md"])
 def test_why_18_bytes_and_not_16(name):
     """One sentence where both are first met; the page has it too (web/src/views/Overview.svelte)."""
-    ours, paper = (
-        zeroshard.plan(params=1000, ranks=1, stage=0, preset=each).stages[0].total for each in ("zeroshard", "paper")
-    )
+    ours, paper = (zeroshard.plan(Model(1000, preset=each), stage=0).stages[0].total for each in ("zeroshard", "paper"))
     assert (ours, paper) == (18_000, 16_000)
     # Only where it differs from the paper, in the words in which it is said.
     said = {
@@ -92,7 +93,7 @@ def test_what_64_ranks_send_between_hosts(row):
     """docs/hosts.md: bytes per parameter held, and sent between hosts of 8, with one backward and with four."""
     numel = 64 * 10**6
     asked = {"params": numel, "preset": "zeroshard", "ranks": 64, "stage": 3, "comm": HOSTS[row], "gpus_per_node": 8}
-    one, four = (zeroshard.plan(**asked, accumulate=backwards).stages[0] for backwards in (1, 4))
+    one, four = (plan_of(**asked, accumulate=backwards).stages[0] for backwards in (1, 4))
     *_, held, sent, with_four = cells("docs/hosts.md", row)
     for said, nbytes in ((held, one.total), (sent, one.links.between), (with_four, four.links.between)):
         decimals = len(said.partition(".")[2])
@@ -117,7 +118,7 @@ def test_between_hosts_in_words():
     asked = {"params": 64 * 10**6, "ranks": 64, "stage": 3, "gpus_per_node": 8}
     sent = {}
     for backwards in (1, 4):
-        (found,) = zeroshard.plan(**asked, preset="zeroshard", comm=Comm(hosts=8), accumulate=backwards).stages
+        (found,) = plan_of(**asked, preset="zeroshard", comm=Comm(hosts=8), accumulate=backwards).stages
         sent[backwards] = {name: nbytes / asked["params"] for name, nbytes in found.slow_link._asdict().items()}
     one, four = sent[1], sent[4]
     said = f"""a rank sends {one["sent"]:.2f} bytes per parameter between hosts in a step, not {one["with_one"]:.2f} (bf16,
@@ -126,7 +127,10 @@ def test_between_hosts_in_words():
     assert " ".join(said.split()) in page("docs/hosts.md")
     team, spread = (
         zeroshard.plan(
-            params=10**8, ranks=4, preset="fp32", stage=3, gpus_per_node=2, comm=Comm(replicas=2, optimizer=over)
+            Model(10**8, preset="fp32"),
+            Machine(ranks=4, gpus_per_node=2),
+            stage=3,
+            comm=Comm(replicas=2, optimizer=over),
         )
         .stages[0]
         .links.between
@@ -191,7 +195,7 @@ def test_how_even_the_owners_of_matrices_are(tmp_path):
     """docs/optimizers.md, of the rank with most work."""
     (tmp_path / "llama.json").write_text(json.dumps(llama_7b()))
     gpt2, llama = (
-        zeroshard.plan(shapes=shapes, ranks=ranks, stage=1, layout=Layout(whole=whole)).json()["whole"]["work"]
+        zeroshard.plan(shapes, Machine(ranks=ranks), stage=1, layout=Layout(whole=whole)).json()["whole"]["work"]
         for shapes, ranks, whole in (
             (ROOT / "docs" / "shapes" / "gpt2", 8, WHOLE), (tmp_path / "llama.json", 64, ["layers.*"])
         )
@@ -205,10 +209,10 @@ def test_bytes_of_split_masters():
     formulas = [
         stage.formula
         for stage in zeroshard.plan(
-            params=10**6, ranks=8, precision=Precision(param_dtype=torch.bfloat16, split_master=True)
+            10**6, Machine(ranks=8), precision=Precision(param_dtype=torch.bfloat16, split_master=True)
         ).stages
     ]
-    whole = zeroshard.plan(params=10**6, ranks=1, stage=0, preset="zeroshard").stages[0].total / 10**6
+    whole = zeroshard.plan(Model(10**6, preset="zeroshard"), stage=0).stages[0].total / 10**6
     said = (
         f"saves {whole - float(formulas[0]):g} bytes of each master: AdamW then takes {formulas[0]}, {formulas[1]} and "
     )

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import zeroshard
+from zeroshard import Machine, Model
 from zeroshard.explain.document import Page, built_in, document, template
 from zeroshard.planner import gpus
 from zeroshard.planner.gpus import GPUS
@@ -745,7 +746,7 @@ def test_the_calculator_by_hand(opened):
     assert "NVMe" in page.locator(".bars").inner_text()
     assert "--offload-gradients 0.25 --offload-optimizer nvme" in page.locator("pre").inner_text()
     offload = zeroshard.Offload(gradients=0.25, optimizer="nvme", path="/scratch")
-    plan = zeroshard.plan(params=7e9, preset="paper", ranks=8, offload=offload, units=32, gpus_per_node=8)
+    plan = zeroshard.plan(Model(7e9, preset="paper", units=32), Machine(ranks=8, gpus_per_node=8), offload=offload)
     found = rows(page)
     for most, stage in zip(found["peak"][1:], plan.stages, strict=True):
         assert stage.peak <= int(most.replace(",", "")) <= 1.05 * stage.peak
@@ -755,7 +756,7 @@ def test_the_calculator_by_hand(opened):
         assert found[f"tier {tier}"][1:] == [f"{nbytes:,}" for nbytes in held]
     page.get_by_label("GPUs per node").fill("4")
     page.get_by_label("GPUs per node").press("Enter")
-    links = zeroshard.plan(params=7e9, preset="paper", ranks=8, gpus_per_node=4).stages
+    links = zeroshard.plan(Model(7e9, preset="paper"), Machine(ranks=8, gpus_per_node=4)).stages
     titles = page.locator("tr[data-row^=links] td").evaluate_all("cells => cells.map(cell => cell.title)")
     assert titles == [f"{nbytes:,} bytes" for stage in links for nbytes in stage.links]
 
@@ -797,7 +798,7 @@ def test_a_field_says_what_is_wrong_and_nothing_else_is_answered(opened, key, la
 @pytest.mark.full
 def test_memory_of_a_gpu_has_decimals(opened):
     page = opened("bare", "#calculator?mem=23.5&units=0&p=7e9&n=8&stage=2")
-    plan = zeroshard.plan(params=7e9, preset="paper", ranks=8, stage=2, gpu_mem="23.5GiB")
+    plan = zeroshard.plan(Model(7e9, preset="paper"), Machine(ranks=8, gpu_mem="23.5GiB"), stage=2)
     assert [plan.stages[0].fits, page.locator("[data-fits]").inner_text()] == [False, "does not fit"]
     assert "--gpu-mem 23.5GiB" in page.locator("pre").inner_text()
     assert rows(page)["largest"][3] == f"{plan.stages[0].largest / 1e9:.4g} B"

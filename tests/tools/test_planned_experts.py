@@ -13,7 +13,8 @@ import ranks as rank_processes
 import selection
 import test_experts
 import zeroshard
-from zeroshard import Comm, Layout, Precision
+from flat import plan_of
+from zeroshard import Comm, Layout, Machine, Precision
 from zeroshard.errors import UserError
 from zeroshard.layout import partition
 from zeroshard.planner import recipes, shapes, states
@@ -70,7 +71,7 @@ def test_planned_from_shapes_is_what_each_rank_holds_and_sends(ranks, tmp_path, 
         traffic = states.recipe_traffic(cut, STAGES[stage], rank, recipe, along=along)
         assert traffic.reduce.sent == reduced
         totals.append(sum(planned.values()))
-    plan = zeroshard.plan(shapes=tmp_path / "m.json", ranks=4, stage=stage, layout=EXPERTS, ep=2)
+    plan = zeroshard.plan(tmp_path / "m.json", Machine(ranks=4, ep=2), stage=stage, layout=EXPERTS)
     assert plan.stages[0].total == max(totals)
 
 
@@ -122,7 +123,7 @@ def test_published_shapes_at_1024_ranks(tmp_path, name):
     assert sum(map(math.prod, shaped.values())) == numel
     (tmp_path / "m.json").write_text(json.dumps(shaped))
     asked = {"shapes": tmp_path / "m.json", "ranks": 1024, "stage": 3}
-    (found,) = (divided := zeroshard.plan(**asked, layout=EXPERTS, ep=ep)).stages
+    (found,) = (divided := plan_of(**asked, layout=EXPERTS, ep=ep)).stages
     experts = sum(math.prod(shape) for each, shape in shaped.items() if ".experts." in each)
     assert any(
         f"experts: {experts:,} parameters in {ep} parts, each over {1024 // ep} ranks" in n for n in divided.notes
@@ -147,14 +148,14 @@ def test_what_cannot_be_planned_is_refused(tmp_path):
         ({"layout": EXPERTS, "ep": 2, "gpus_per_node": 2}, "gpus_per_node: not planned for experts"),
     ):
         with pytest.raises(UserError, match=says):
-            zeroshard.plan(**asked, **settings)
+            plan_of(**asked, **settings)
     with pytest.raises(UserError, match="params: not planned for experts"):
-        zeroshard.plan(params=7e9, layout=Layout(along={"*": "edp"}), ep=1)
+        zeroshard.plan(7e9, Machine(ep=1), layout=Layout(along={"*": "edp"}))
 
 
 @pytest.mark.full
 def test_a_job_is_planned_as_it_is_simulated(capsys):
-    plan = zeroshard.plan(test_experts.divided, ranks=64, stage=3, layout=EXPERTS, ep=2)
+    plan = zeroshard.plan(test_experts.divided, Machine(ranks=64, ep=2), stage=3, layout=EXPERTS)
     run = simulate(test_experts.divided, ranks=64, rank=plan.stages[0].rank, layout=Layout(along=test_experts.ALONG),
                    mesh={"edp": 32, "ep": 2})  # fmt: skip
     assert plan.stages[0].total == sum(n for s, n in run.ledger.held.items() if s != "norms")

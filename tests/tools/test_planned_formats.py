@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import zeroshard
+from flat import plan_of
 from test_planner import CONFIGS
-from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard import Comm, Layout, Machine, Offload, Precision
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import show_plan
 from zeroshard.errors import UserError
@@ -88,8 +89,8 @@ def test_shapes_are_planned_as_a_job_of_these_shapes(shapes, which, accumulate):
     precision, reduce = FORMATS[which]
     asked = {"ranks": 3, "precision": precision, "layout": Layout(bucket_mib=0.01), **accumulate}
     comm = Comm(reduce=reduce, transport="gloo")
-    of_job = zeroshard.plan(job, comm=comm, **asked)
-    of_shapes = zeroshard.plan(shapes=shapes, comm=comm, **asked)
+    of_job = plan_of(job=job, comm=comm, **asked)
+    of_shapes = plan_of(shapes=shapes, comm=comm, **asked)
     want = bytes_of(of_job)
     found = {stage.stage: stage for stage in of_shapes.stages}
     for stage, (held, counts, moved) in bytes_of(of_shapes).items():
@@ -152,7 +153,7 @@ def test_a_number_is_planned_as_shapes_that_divide_evenly(tmp_path, which):
     precision, reduce = FORMATS[which]
     for offload in (None, Offload(optimizer="cpu", gradients="cpu"), Offload(parameters="cpu")):
         asked = {"ranks": 4, "precision": precision, "comm": Comm(reduce=reduce), "offload": offload}
-        number, shapes = zeroshard.plan(params=2 << 20, **asked), zeroshard.plan(shapes=path, **asked)
+        number, shapes = plan_of(params=2 << 20, **asked), plan_of(shapes=path, **asked)
         for one, other in zip(number.stages, shapes.stages, strict=True):
             for held in other.tiers.values():
                 held.pop("step", None)  # a counter of each tensor
@@ -166,7 +167,7 @@ def test_a_config_tells_which_weights_are_those_of_linear_layers(tmp_path):
     precision = Precision(**BF16, fp8=True)
     for tied in (False, True):
         (tmp_path / "config.json").write_text(json.dumps(table | {"tie_word_embeddings": tied}))
-        (found,) = zeroshard.plan(shapes=tmp_path, ranks=1, stage=1, precision=precision).stages
+        (found,) = zeroshard.plan(tmp_path, stage=1, precision=precision).stages
         embedded, norms = 1000 * 4096, 5 * 4096
         matrices = 2 * (4096 * (4096 + 1024) * 2 + 3 * 4096 * 14336) + embedded * (not tied)
         assert found.states["parameters"] == matrices + 2 * (embedded + norms)
@@ -199,7 +200,7 @@ REFUSED = {
 def test_what_shapes_or_a_number_do_not_tell_is_refused(shapes, name):
     given, says = REFUSED[name]
     with pytest.raises(UserError, match=says):
-        zeroshard.plan(**({} if "params" in given else {"shapes": shapes}), **given)
+        plan_of(**{} if "params" in given else {"shapes": shapes}, **given)
 
 
 def test_the_command_takes_formats_of_shapes_and_of_a_number(shapes, capsys):
@@ -210,7 +211,7 @@ def test_the_command_takes_formats_of_shapes_and_of_a_number(shapes, capsys):
     at = ("stage", 1), ("ranks", 2)
     (found,) = planned(("shapes", str(shapes)), ("precision", "bf16"), ("fp8", "*.0.weight,*.2.weight"), *at)["stages"]
     of_python = zeroshard.plan(
-        shapes=shapes, ranks=2, stage=1, precision=Precision(**BF16, fp8=("*.0.weight", "*.2.weight"))
+        shapes, Machine(ranks=2), stage=1, precision=Precision(**BF16, fp8=("*.0.weight", "*.2.weight"))
     )
     assert found["states"] == of_python.json()["stages"][0]["states"]
     whole = planned(("params", "1e9"), ("precision", "fp32"), *at)["recipe"]["bytes_per_parameter"]

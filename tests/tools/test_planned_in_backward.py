@@ -11,8 +11,9 @@ from torch import nn
 
 import ranks as on_ranks
 import zeroshard
+from flat import plan_of
 from test_planned_replicas import wide
-from zeroshard import Comm, Offload, Precision
+from zeroshard import Comm, Machine, Offload, Precision
 from zeroshard.errors import UserError
 from zeroshard.planner.instants import ItemSizes, instants
 from zeroshard.resting import placements
@@ -56,7 +57,7 @@ def test_what_passes_is_what_shapes_alone_say(ranks, world, stage, overlap, dtyp
 
 
 def test_a_plan_leaves_resting_gradients_out():
-    plan = partial(zeroshard.plan, params=7e9, ranks=8, preset="zeroshard", units=32)
+    plan = partial(plan_of, params=7e9, ranks=8, preset="zeroshard", units=32)
     ordinary, early = plan(), plan(optimizer_in_backward=True)
     for one, other in zip(ordinary.stages, early.stages, strict=True):
         assert one.total - other.total == one.states["gradients"] and other.states.get("gradients", 0) == 0
@@ -73,14 +74,14 @@ def test_a_plan_leaves_resting_gradients_out():
 )
 def test_what_a_run_refuses_is_not_planned(settings):
     with pytest.raises(UserError, match="with the optimizer in backward"):
-        zeroshard.plan(params=1e6, ranks=2, optimizer_in_backward=True, **settings)
+        plan_of(params=1e6, ranks=2, optimizer_in_backward=True, **settings)
 
 
 def test_gradients_that_are_said_to_rest_on_the_device_are_no_others():
     """In whatever words, for a plan and for a run."""
     for nowhere in (0.0, {"device": 1.0}, {"cpu": 0.0}):
         offload = Offload(gradients=nowhere)
-        zeroshard.plan(params=1e6, ranks=2, optimizer_in_backward=True, offload=offload)
+        zeroshard.plan(1e6, Machine(ranks=2), optimizer_in_backward=True, offload=offload)
         model = nn.Linear(4, 4)
         optimizer = torch.optim.AdamW(model.parameters())
         zeroshard.shard(model, optimizer, optimizer_in_backward=True, offload=offload)
@@ -88,7 +89,9 @@ def test_gradients_that_are_said_to_rest_on_the_device_are_no_others():
 
 @pytest.mark.full
 def test_the_jobs_own_plan():
-    plain, early = (zeroshard.plan(wide, ranks=2, stage=2, optimizer_in_backward=each) for each in (False, True))
+    plain, early = (
+        zeroshard.plan(wide, Machine(ranks=2), stage=2, optimizer_in_backward=each) for each in (False, True)
+    )
     assert plain.stages[0].states["gradients"] == plain.stages[0].total - early.stages[0].total
     assert early.stages[0].formula == "4 + 8/N"
 
@@ -114,7 +117,7 @@ def test_no_other_systems_config_has_it():
 
 def test_the_guide_says_what_plan_says():
     guide = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
-    plan = partial(zeroshard.plan, params=7e9, ranks=8, preset="zeroshard", units=32)
+    plan = partial(plan_of, params=7e9, ranks=8, preset="zeroshard", units=32)
     for stage in (1, 3):
         ordinary, early = (plan(stage=stage, optimizer_in_backward=each).stages[0].peak for each in (False, True))
         assert f"{early / 1e9:.2f} GB instead of {ordinary / 1e9:.2f} at stage {stage}" in guide

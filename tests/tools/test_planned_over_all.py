@@ -8,8 +8,9 @@ import torch
 
 import selection
 import zeroshard
+from flat import plan_of
 from test_planned_replicas import STEPS, wide
-from zeroshard import Comm, Layout, shard
+from zeroshard import Comm, Layout, Machine, Model, Step, shard
 from zeroshard.cli.config import InputError
 from zeroshard.cli.main import app
 from zeroshard.errors import UserError
@@ -74,7 +75,7 @@ def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, sta
 @pytest.mark.parametrize("stage", selection.STAGES[1:])
 def test_a_plan_of_a_job_is_the_simulated_rank_it_shows(stage, way):
     """64 ranks in 8 replicas: the rank that holds most of all, its bytes, and what it shares in a step."""
-    plan = zeroshard.plan(wide, ranks=64, stage=stage, comm=over(way, 8), layout=Layout(bucket_mib=0.003))
+    plan = zeroshard.plan(wide, Machine(ranks=64), stage=stage, comm=over(way, 8), layout=Layout(bucket_mib=0.003))
     (found,) = plan.stages
     comm, layout = over(way, 8), Layout(bucket_mib=0.003)
     runs = [simulate(wide, ranks=64, rank=r, stage=stage, comm=comm, layout=layout) for r in (found.rank, 0, 29, 63)]
@@ -114,7 +115,7 @@ def test_a_number_of_parameters_over_all_replicas():
     """Padding and all on every rank, and the largest model that fits is the largest."""
     place = placements(3, spread=True)
     found = zeroshard.plan(
-        params=1001, preset="paper", ranks=12, comm=Comm(replicas=3, optimizer="all"), stage=3, gpu_mem="1KB"
+        Model(1001, preset="paper"), Machine(ranks=12, gpu_mem="1KB"), comm=Comm(replicas=3, optimizer="all"), stage=3
     ).stages[0]
     assert found.total == 2 * 251 + (2 + 12) * 84  # ceil(1001/4) of parameters; of the others a third of that, up
     assert closed.total(found.largest, 4, place, PAPER, 3) <= 1000 < closed.total(found.largest + 1, 4, place, PAPER, 3)
@@ -134,7 +135,8 @@ def test_a_number_of_parameters_over_all_replicas():
 def test_the_slow_link_of_an_optimizer_over_all(over, backwards, between):
     """Bytes per parameter between hosts of 8 at 64 ranks: 0.875, 3.5, 0.71 and 2.35, as in docs/hosts.md."""
     comm = Comm(hosts=8) if over == "hosts" else Comm(replicas=8, optimizer=over)
-    plan = zeroshard.plan(params=64 * 10**6, preset="zeroshard", ranks=64, comm=comm, stage=3, gpus_per_node=8, accumulate=backwards)  # fmt: skip
+    model, machine = Model(64 * 10**6, preset="zeroshard"), Machine(ranks=64, gpus_per_node=8)
+    plan = zeroshard.plan(model, machine, stage=3, comm=comm, step=Step(accumulate=backwards))
     (found,) = plan.stages
     assert found.links.between == found.slow_link.sent == between * 64 * 10**6
     assert plan.replicas.optimizer == Fraction(12, 8 if over == "team" else 64)
@@ -146,7 +148,7 @@ def test_a_node_of_several_replicas_shares_over_its_cards():
     """A ring over 8 replicas, 4 of which are in a node: two cross. Averages of parts go to four of them."""
     settings = {"params": 64 * 10**6, "preset": "paper", "ranks": 64, "stage": 1, "gpus_per_node": 32}
     team, spread = (
-        zeroshard.plan(**settings, comm=Comm(replicas=8, optimizer=over)).stages[0].links for over in ("team", "all")
+        plan_of(**settings, comm=Comm(replicas=8, optimizer=over)).stages[0].links for over in ("team", "all")
     )  # fmt: skip
     shard = 2 * 10**6 * 8  # bytes, of parameters and of gradients
     around, ring, parts = shard * 7 // 8, shard * 7 // 8 // 7, shard // 8 // 8
@@ -163,25 +165,26 @@ def test_a_node_of_several_replicas_shares_over_its_cards():
 )
 def test_what_cannot_be_planned_over_all_is_refused(settings, said):
     with pytest.raises(UserError, match=said):
-        zeroshard.plan(**{"params": 1000, "ranks": 4, "comm": Comm(replicas=2, optimizer="all")} | settings)
+        plan_of(**{"params": 1000, "ranks": 4, "comm": Comm(replicas=2, optimizer="all")} | settings)
 
 
 def test_no_tensor_is_cut_between_replicas(tmp_path):
     path = tmp_path / "m.json"
     path.write_text(json.dumps({"w": [8, 8]}))
     with pytest.raises(UserError, match="no tensor is to be cut"):
-        zeroshard.plan(shapes=path, ranks=4, comm=Comm(replicas=2, optimizer="all"), layout=Layout(bounds="tensor"))
+        zeroshard.plan(path, Machine(ranks=4), comm=Comm(replicas=2, optimizer="all"), layout=Layout(bounds="tensor"))
 
 
 def test_stage_0_is_left_out_and_one_replica_is_all_ranks():
     two, one, team = (
-        zeroshard.plan(params=1000, preset="paper", ranks=4, comm=comm)
+        zeroshard.plan(Model(1000, preset="paper"), Machine(ranks=4), comm=comm)
         for comm in (Comm(replicas=2, optimizer="all"), Comm(replicas=1, optimizer="all"), Comm(replicas=1))
     )
     assert [stage.stage for stage in two.stages] == [1, 2, 3]
-    assert one == team == zeroshard.plan(params=1000, preset="paper", ranks=4, comm=Comm(hosts=1))
+    assert one == team == zeroshard.plan(Model(1000, preset="paper"), Machine(ranks=4), comm=Comm(hosts=1))
     assert [
-        stage.stage for stage in zeroshard.plan(params=1000, preset="paper", ranks=4, comm=Comm(hosts=2)).stages
+        stage.stage
+        for stage in zeroshard.plan(Model(1000, preset="paper"), Machine(ranks=4), comm=Comm(hosts=2)).stages
     ] == [0, 1, 2, 3]
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import selection
 import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision, shard
+from zeroshard import Comm, Layout, Machine, Offload, Precision, shard
 from zeroshard.checkpoint.content import pieces
 from zeroshard.cli.main import app
 from zeroshard.explain.reading import read
@@ -144,7 +144,7 @@ def test_512_replicas_of_8_ranks():
 @pytest.mark.full
 def test_what_512_replicas_send_between_nodes():
     """Nodes of 8, which are replicas: gathers and reductions stay inside; (K-1)/K of a shard goes on and back between."""
-    (found,) = zeroshard.plan(wide, ranks=4096, stage=3, comm=Comm(replicas=512), gpus_per_node=8).stages
+    (found,) = zeroshard.plan(wide, Machine(ranks=4096, gpus_per_node=8), stage=3, comm=Comm(replicas=512)).stages
     one = simulate(wide, ranks=8, stage=3)
     own = sum(bucket.shard_numel(0) for bucket in one.zero.partition.buckets)
     assert found.traffic.relay.logical == 4 * own

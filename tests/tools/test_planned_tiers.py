@@ -13,7 +13,8 @@ from torch import nn
 
 import ranks
 import zeroshard
-from zeroshard import Offload, Precision
+from flat import plan_of
+from zeroshard import Machine, Model, Offload, Precision
 from zeroshard.cli import iobench
 from zeroshard.cli.config import PLACED, InputError, offload_of, places
 from zeroshard.planner import disk, files, predict_tiers
@@ -71,13 +72,16 @@ def test_a_frozen_bucket_has_no_room_in_buffers_until_it_is_unfrozen(tmp_path):
 
 
 def planned(where, path, **settings):
-    return zeroshard.plan(offload=offload(where, path), **{"params": 1e9, "ranks": 4, **settings})
+    return plan_of(offload=offload(where, path), **{"params": 1e9, "ranks": 4, **settings})
 
 
 @pytest.mark.parametrize("where", [*EACH, *MIXED], ids=str)
 def test_a_plan_of_tiers_is_the_plan_shared_out(where, tmp_path):
     """No byte is lost between tiers; peaks and savings are the device's; buffers and copies come on top."""
-    plain, found = zeroshard.plan(params=1e9, preset="paper", ranks=4), planned(where, tmp_path, preset="paper")
+    plain, found = (
+        zeroshard.plan(Model(1e9, preset="paper"), Machine(ranks=4)),
+        planned(where, tmp_path, preset="paper"),
+    )
     parts = {kind: found.offload.tiers(kind) for kind in STATES}
     for before, stage in zip(plain.stages, found.stages, strict=True):
         assert {state: n for state, n in stage.states.items() if state != "staging"} == before.states
@@ -95,11 +99,11 @@ def test_a_plan_of_tiers_is_the_plan_shared_out(where, tmp_path):
 
 def test_weights_updated_elsewhere_have_masters_on_a_gpu(tmp_path):
     """In fp32 there is none otherwise; the optimizer in host memory updates a copy there."""
-    found = zeroshard.plan(params=1000, preset="fp32", offload=Offload(optimizer="cpu")).stages[3]
+    found = zeroshard.plan(Model(1000, preset="fp32"), offload=Offload(optimizer="cpu")).stages[3]
     assert found.tiers["host"] == {"master": 4000, "m": 4000, "v": 4000}
     assert (
         "master"
-        not in zeroshard.plan(params=1000, preset="fp32", offload=Offload("cpu", "cpu", "cpu")).stages[3].states
+        not in zeroshard.plan(Model(1000, preset="fp32"), offload=Offload("cpu", "cpu", "cpu")).stages[3].states
     )
 
 
@@ -126,7 +130,7 @@ def test_what_a_plan_refuses(tmp_path):
         ({"offload": Offload(optimizer="nvme", path=tmp_path), "disk": tmp_path / "no"}, "cannot be read"),
     ):
         with pytest.raises(zeroshard.Error, match=says):
-            zeroshard.plan(params=1e6, preset="paper", **settings)
+            plan_of(params=1e6, preset="paper", **settings)
 
 
 def test_a_disk_says_how_long_a_steps_files_take(tmp_path):
@@ -165,7 +169,7 @@ def test_io_bench_measures_a_disk_and_plan_uses_it(tmp_path):
     gc.collect()
     assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
     settings = {"params": "1e9", "ranks": 2, "preset": "zeroshard", "offload": model.offload, "tokens": 4096}
-    plan = zeroshard.plan(disk=out, stage=3, **settings)
+    plan = plan_of(disk=out, stage=3, **settings)
     (stage,) = plan.stages
     measured = disk.Disk(**found["disk"])
     assert plan.seconds(stage) == measured.seconds(stage.moves) == found["model"][0]["seconds"]
@@ -295,7 +299,7 @@ def test_simulate_says_what_each_tier_holds_and_what_files_move():
 )
 def test_activations_are_for_jobs(words):
     assert "zeroshard: --offload-activations" in (said := run(*words, "--offload-activations", "cpu", code=2))
-    assert "for jobs" in said or "of jobs, or of so many tokens; instead: --batch and --seq beside it" in said
+    assert "for jobs" in said or "of jobs, or of so many tokens; instead: --batch 1, --seq 2048 beside it" in said
 
 
 @pytest.mark.parametrize(

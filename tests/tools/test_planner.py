@@ -21,7 +21,8 @@ from torch import nn
 
 import ranks
 import zeroshard
-from zeroshard import Comm, Layout, Offload, numerics
+from flat import plan_of
+from zeroshard import Comm, Layout, Machine, Model, Offload, Step, numerics
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import one_line, show_plan, show_text
 from zeroshard.cli.screen import Amount
@@ -39,7 +40,7 @@ PAPER = recipes.PRESETS["paper"]
 
 
 def totals(numel, ranks, recipe="paper"):
-    return [stage.total for stage in zeroshard.plan(params=numel, ranks=ranks, preset=recipe).stages]
+    return [stage.total for stage in zeroshard.plan(Model(numel, preset=recipe), Machine(ranks=ranks)).stages]
 
 
 # -------------------------------------------------------------------------------------------------------- closed form
@@ -90,7 +91,7 @@ def test_optimizers(optimizer, kept):
 
 
 def test_a_formula_of_ones_own():
-    plan = zeroshard.plan(params=1000, ranks=4, bytes="parameters=2,gradients=2,master=4,m=1,v=1,scales=1/32")
+    plan = zeroshard.plan(Model(1000, bytes="parameters=2,gradients=2,master=4,m=1,v=1,scales=1/32"), Machine(ranks=4))
     assert plan.recipe.total == 10 + Fraction(1, 32)
     assert dict(plan.stages[3].states) == {
         "parameters": 500, "gradients": 500, "master": 1000, "m": 250, "v": 250, "scales": 8,
@@ -143,18 +144,20 @@ def test_the_largest_that_fits_is_the_largest(limit, ranks, stage):
 )
 def test_passes(accumulate, no_sync, passes):
     """A+1, or 2 under no_sync; 3A, or 2A+1."""
-    plan = zeroshard.plan(params=260, preset="paper", ranks=2, accumulate=accumulate, no_sync=no_sync)
+    plan = zeroshard.plan(
+        Model(260, preset="paper"), Machine(ranks=2), step=Step(accumulate=accumulate, no_sync=no_sync)
+    )
     assert [stage.traffic.passes for stage in plan.stages] == passes
     assert [stage.traffic.total for stage in plan.stages] == [(520 * n, 260 * n, 520 * n) for n in passes]
 
 
 def test_what_travels_is_in_its_own_dtype():
     """bf16 gradients are sent as bf16 and added up in fp32: so after no_sync, and in stage 0's gather, they are fp32."""
-    plain = zeroshard.plan(params=1024, ranks=4, preset="zeroshard").stages
+    plain = zeroshard.plan(Model(1024, preset="zeroshard"), Machine(ranks=4)).stages
     assert [(s.traffic.reduce.logical, s.traffic.gather.logical) for s in plain] == [
         (2048, 4096), (2048, 2048), (2048, 2048), (2048, 4096),
     ]  # fmt: skip
-    added = zeroshard.plan(params=1024, ranks=4, preset="zeroshard", no_sync=True).stages
+    added = zeroshard.plan(Model(1024, preset="zeroshard"), Machine(ranks=4), step=Step(no_sync=True)).stages
     assert [s.traffic.reduce.logical for s in added] == [4096] * 4
 
 
@@ -179,7 +182,7 @@ def test_replicas_move_the_bytes_to_another_place(ranks, data):
 
 
 def test_the_slow_link_both_ways():
-    found = zeroshard.plan(params=8000, preset="paper", ranks=8, comm=Comm(replicas=4)).replicas
+    found = zeroshard.plan(Model(8000, preset="paper"), Machine(ranks=8), comm=Comm(replicas=4)).replicas
     assert (found.reduce_between, found.gather_inside, found.optimizer) == (6000, 4000, 6)
     assert (found.saved_per_rank, found.saved_per_node) == (Fraction(4, 7), Fraction(1, 7))
 
@@ -194,7 +197,9 @@ def test_one_answer_about_the_slow_link(copies, node, sent, with_one, gloo):
 
     Sums are handed on in fp32 and averages come back in bf16: (K-1)/K * 6 bytes per element of the shard.
     """
-    plan = zeroshard.plan(params=8e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=node)
+    plan = zeroshard.plan(
+        Model(8e9, preset="paper"), Machine(ranks=8, gpus_per_node=node), stage=1, comm=Comm(replicas=copies)
+    )
     link = plan.stages[0].slow_link
     sent_gloo = {(4, 4): 10e9, (8, 2): 26e9, (1, 2): gloo}.get((copies, node), sent)  # averages go back in a tree
     assert link == (node or 8 // copies, sent, with_one, sent_gloo, gloo)
@@ -207,7 +212,7 @@ def test_one_answer_about_the_slow_link(copies, node, sent, with_one, gloo):
 
 def test_one_replica_saves_nothing():
     """Whatever a link is assumed to be; without nodes there is no link between them to ask about."""
-    plan = zeroshard.plan(params=8e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=1))
+    plan = zeroshard.plan(Model(8e9, preset="paper"), Machine(ranks=8), stage=1, comm=Comm(replicas=1))
     assert (plan.replicas.saved_per_rank, plan.replicas.saved_per_node, plan.stages[0].slow_link) == (0, 0, None)
     assert not any(key.startswith("saved") for key in plan.json()["replicas"])
 
@@ -228,7 +233,7 @@ def test_replicas_change_what_is_reduced_gathered_and_on_each_link():
     found = {}
     for copies in (1, 2, 4, 8):
         stage = zeroshard.plan(
-            params=1e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=copies), gpus_per_node=2
+            Model(1e9, preset="paper"), Machine(ranks=8, gpus_per_node=2), stage=1, comm=Comm(replicas=copies)
         ).stages[0]
         moved = stage.traffic
         found[copies] = (moved.reduce.sent, moved.gather.sent, moved.relay.sent, *stage.links)
@@ -242,9 +247,9 @@ def test_replicas_change_what_is_reduced_gathered_and_on_each_link():
         1: (1.75e9, 1.75e9, 0, 2e9, 2.375e9), 2: (1.5e9, 1.5e9, 0.75e9, 2e9, 2.5e9),
         4: (1e9, 1e9, 2.25e9, 2e9, 2.25e9), 8: (0, 0, 5.25e9, 3e9, 2.25e9),
     }  # fmt: skip
-    assert zeroshard.plan(params=1e9, preset="paper", ranks=8, stage=1, comm=Comm(replicas=4), gpus_per_node=8).stages[
-        0
-    ].links == (
+    assert zeroshard.plan(
+        Model(1e9, preset="paper"), Machine(ranks=8, gpus_per_node=8), stage=1, comm=Comm(replicas=4)
+    ).stages[0].links == (
         4.25e9,
         0,
     )
@@ -259,7 +264,7 @@ def test_replicas_hold_what_a_smaller_run_holds(stage):
         path = Path(folder) / "shapes.json"
         path.write_text(json.dumps(shapes))
         for what in ({"params": 10**7 + 1, "units": 3}, {"shapes": path}):
-            (one,), (four,) = (zeroshard.plan(**what, **ranks).stages for ranks in (small, more))
+            (one,), (four,) = (plan_of(**what, **ranks).stages for ranks in (small, more))
             assert four.states == one.states
             assert (four.traffic.gather, four.traffic.reduce) == (one.traffic.gather, one.traffic.reduce)
             assert four.rank == one.rank + 9
@@ -309,7 +314,7 @@ def test_what_a_refused_budget_suggests_is_none_refused(text):
 )  # fmt: skip
 def test_a_count_is_a_positive_whole_number(text, nearest):
     with pytest.raises(UserError, match=f"params: a positive whole number is wanted(.|\n)*{nearest}") as caught:
-        zeroshard.plan(params=text, preset="paper")
+        zeroshard.plan(Model(text, preset="paper"))
     assert repr(text) in str(caught.value)
     with pytest.raises(UserError, match="tokens: a positive"):
         quantities.count(text, "tokens")
@@ -322,13 +327,13 @@ def test_a_count_is_a_positive_whole_number(text, nearest):
 )  # fmt: skip
 def test_counts(text, count):
     """As people write them; K, M, B and T are powers of a thousand."""
-    assert quantities.count(text) == count == zeroshard.plan(params=text, preset="paper").parameters
+    assert quantities.count(text) == count == zeroshard.plan(Model(text, preset="paper")).parameters
 
 
 @pytest.mark.row(58)
 def test_what_fits_and_what_would():
     """7B on 8 ranks: 24 GiB hold stage 3 only; of stage 1 alone, stage 3 is the nearest change."""
-    plan = zeroshard.plan(params="7e9", preset="paper", ranks=8, gpu_mem="24GiB")
+    plan = zeroshard.plan(Model("7e9", preset="paper"), Machine(ranks=8, gpu_mem="24GiB"))
     assert [stage.fits for stage in plan.stages] == [False, False, False, True]
     assert [stage.largest for stage in plan.stages] == [1_610_612_736, 4_685_418_867, 6_871_947_672, 12_884_901_888]
     assert plan.fitting.best.way.stage == 3
@@ -837,8 +842,8 @@ def test_a_number_rests_where_shapes_do(tmp_path, preset, tiers):
     path = write(tmp_path / "m.json", {"a": [1024, 1024], "b": [1024, 1024]})
     asked = {"ranks": 4, "preset": preset, "offload": Offload(**tiers)}
     for of_number, of_shapes in zip(
-        zeroshard.plan(params=2 << 20, **asked).stages,
-        zeroshard.plan(shapes=path, **asked).stages,
+        plan_of(params=2 << 20, **asked).stages,
+        plan_of(shapes=path, **asked).stages,
         strict=True,
     ):
         for held in of_shapes.tiers.values():
@@ -866,7 +871,7 @@ def test_planned_from_shapes_is_what_the_engine_holds(ranks, tmp_path, stage, bo
         planned = states.of_recipe(cut, STAGES[stage], rank, recipes.PRESETS["zeroshard"]).states()
         assert {names.get(state, state): nbytes for state, nbytes in planned.items()} == held
         assert [(bucket.unit, bucket.slots, bucket.bounds) for bucket in cut.buckets] == buckets
-    plan = zeroshard.plan(shapes=path, ranks=3, stage=stage, layout=Layout(bounds=bounds))
+    plan = zeroshard.plan(path, Machine(ranks=3), stage=stage, layout=Layout(bounds=bounds))
     assert plan.stages[0].total == max(sum(held.values()) for held, _ in seen)
 
 
@@ -923,7 +928,7 @@ def test_the_rank_shown_holds_most(cut, stage):
 def test_a_large_model_on_many_ranks(tmp_path):
     """8B on 1,024 ranks: the layout's own padding, three parameters of which some ranks hold nothing."""
     write(tmp_path / "config.json", CONFIGS["Llama-3-8B"][1])
-    plan = zeroshard.plan(shapes=tmp_path, ranks=1024, gpu_mem="80GiB")
+    plan = zeroshard.plan(tmp_path, Machine(ranks=1024, gpu_mem="80GiB"))
     last = plan.stages[3]
     assert plan.recipe.name == "zeroshard"
     # Cut at blocks of 128 elements in each of 227 buckets: at most so much more than an even share.
@@ -1067,7 +1072,7 @@ def test_json_has_whole_bytes(tmp_path):
     done = run("--shapes", path, "--ranks", 3, "--gpu-mem", "1MiB", "--optimizer", "adam-8bit", "--json")
     assert (done.returncode, done.stderr) == (0, "")
     answer = json.loads(done.stdout)
-    assert answer == zeroshard.plan(shapes=path, ranks=3, gpu_mem="1MiB", optimizer="adam-8bit").json()
+    assert answer == zeroshard.plan(Model(shapes=path, optimizer="adam-8bit"), Machine(ranks=3, gpu_mem="1MiB")).json()
     assert [stage["stage"] for stage in answer["stages"]] == [0, 1, 2, 3]
     for stage in answer["stages"]:
         assert sum(stage["states"].values()) == stage["total"]
@@ -1187,8 +1192,8 @@ def test_the_page_shows_what_the_commands_print():
 
 def test_peaks_of_equal_units():
     """7 B parameters in 32 blocks on 8 ranks: stage 3 adds two gathered blocks and the messages of three reductions."""
-    assert zeroshard.plan(params=7e9, preset="paper", ranks=8).stages[3].peak is None
-    found = zeroshard.plan(params=7e9, ranks=8, units=32, stage=3, preset="zeroshard").stages[0]
+    assert zeroshard.plan(Model(7e9, preset="paper"), Machine(ranks=8)).stages[3].peak is None
+    found = zeroshard.plan(Model(7e9, preset="zeroshard", units=32), Machine(ranks=8), stage=3).stages[0]
     block, message = 7_000_000_000 // 32 * 2, 24 * 2**20
     forward = next(i for i in found.instants if i.name == "forward of units.3")
     assert forward.nbytes["gather"] == 2 * block + 2 * (-block % 2048)
@@ -1198,14 +1203,16 @@ def test_peaks_of_equal_units():
     assert 3 * 2 * message <= passing["reduce"] <= 6 * block
     assert found.peak == found.total + sum(passing.values())
     with pytest.raises(UserError, match="units stand for shapes"):
-        zeroshard.plan(shapes="x.json", units=3)
+        zeroshard.plan(Model(shapes="x.json", units=3))
 
 
 def test_replicas_cost_memory():
     """K copies: each is cut among N/K ranks, and that is what has to fit. More ranks are more in each."""
     for copies, totals in ((1, (112e9, 38.5e9, 26.25e9, 14e9)), (2, (112e9, 49e9, 38.5e9, 28e9)), (8, (112e9,) * 4)):
         for found, total in zip(
-            zeroshard.plan(params=7e9, preset="paper", ranks=8, comm=Comm(replicas=copies), gpu_mem="40GB").stages,
+            zeroshard.plan(
+                Model(7e9, preset="paper"), Machine(ranks=8, gpu_mem="40GB"), comm=Comm(replicas=copies)
+            ).stages,
             totals,
             strict=True,
         ):
@@ -1213,19 +1220,19 @@ def test_replicas_cost_memory():
             assert found.fits is (found.most <= 40e9)
     for what in ({"params": 7}, {"shapes": "x.json"}):
         with pytest.raises(UserError, match="replicas must divide the ranks"):
-            zeroshard.plan(**what, ranks=8, comm=Comm(replicas=3))
+            plan_of(**what, ranks=8, comm=Comm(replicas=3))
 
 
 def test_a_bare_number_of_bytes_is_answered_in_gib():
     with pytest.raises(UserError, match="instead: 80GiB"):
-        zeroshard.plan(params=7e9, preset="paper", gpu_mem=str(80 * 2**30))
+        zeroshard.plan(Model(7e9, preset="paper"), Machine(gpu_mem=str(80 * 2**30)))
 
 
 @pytest.mark.parametrize("preset", ["zeroshard", "paper"])
 def test_the_readme_quotes_both_ways_to_count(preset):
     """The README's rows of the 7 B model are what the closed form says, in GB and GiB."""
     readme = (Path(__file__).parents[2] / "README.md").read_text()
-    totals = [stage.total for stage in zeroshard.plan(params=7e9, ranks=8, preset=preset).stages]
+    totals = [stage.total for stage in zeroshard.plan(Model(7e9, preset=preset), Machine(ranks=8)).stages]
     cells = [f"{total / 1e9:g} GB ({total / 2**30:.1f} GiB)" for total in totals]
     assert f" | {' | '.join(cells)} |" in readme
 
@@ -1235,7 +1242,7 @@ def test_errors_on_one_line():
 
 
 def test_a_notebook_shows_a_plan_as_a_table():
-    html = zeroshard.plan(params="7e9", preset="paper", ranks=8, gpu_mem="80GiB")._repr_html_()
+    html = zeroshard.plan(Model("7e9", preset="paper"), Machine(ranks=8, gpu_mem="80GiB"))._repr_html_()
     rows = [re.findall("<t[hd]>(.*?)</t[hd]>", row) for row in re.findall("<tr>(.*?)</tr>", html)]
     assert rows[0][0] == "bytes per rank at rest"
     assert [row[-2:] for row in rows[1:]] == [

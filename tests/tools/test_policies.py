@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import zeroshard
+from flat import plan_of
 from zeroshard import Comm, Layout, Precision
 from zeroshard.cli.policies import NAMES, policies, precision_of
 from zeroshard.errors import UserError
@@ -16,7 +16,7 @@ NUMBER = {"params": 1000, "ranks": 4}
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_argument_that_a_policy_has_now_says_which(name):
     with pytest.raises(UserError, match=f"no {name}") as refused:
-        zeroshard.plan(**NUMBER, **{name: 2})
+        plan_of(**NUMBER, **{name: 2})
     assert f"instead: {in_policies(name)}" in str(refused.value)
     policy, _, call = in_policies(name).partition("=")
     values = {"reduce": "'int8'", "transport": "'shared'", "bounds": "'tensor'", "grad_dtype": "torch.bfloat16"}
@@ -26,7 +26,7 @@ def test_an_argument_that_a_policy_has_now_says_which(name):
 
 def test_an_argument_that_never_was_is_pythons_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'rank'"):
-        zeroshard.plan(**NUMBER, rank=2)
+        plan_of(**NUMBER, rank=2)
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_what_only_a_jobs_plan_counts_is_refused_of_a_number_and_of_shapes(tmp_p
         with pytest.raises(
             UserError, match=rf"^{says}\b.*: (for jobs only|it is about activations, of jobs, or of so many tokens)"
         ):
-            zeroshard.plan(**model, ranks=4, **policy)
+            plan_of(**model, ranks=4, **policy)
 
 
 def test_a_group_is_of_a_run():
     with pytest.raises(UserError, match="Comm.group is of a run"):
-        zeroshard.plan(**NUMBER, comm=Comm(group=object()))
+        plan_of(**NUMBER, comm=Comm(group=object()))
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
@@ -64,8 +64,8 @@ def test_a_zero_is_given_too(prefetch):
 def test_policies_as_by_default_change_nothing(tmp_path):
     (tmp_path / "m.json").write_text('{"blocks.0.w": [8, 8], "w": [8]}')
     for model in ({"params": 1000}, {"shapes": tmp_path / "m.json"}):
-        plain = zeroshard.plan(**model, ranks=4)
-        assert zeroshard.plan(**model, ranks=4, precision=Precision(), layout=Layout(), comm=Comm()) == plain
+        plain = plan_of(**model, ranks=4)
+        assert plan_of(**model, ranks=4, precision=Precision(), layout=Layout(), comm=Comm()) == plain
 
 
 def test_options_without_a_value_are_policies_as_by_default():

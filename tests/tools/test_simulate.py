@@ -21,7 +21,8 @@ import ranks
 import reference
 import training
 import zeroshard
-from zeroshard import Comm, Layout, Precision, shard
+from flat import plan_of
+from zeroshard import Comm, Layout, Machine, Model, Precision, Step, shard
 from zeroshard.cli import check, processor
 from zeroshard.cli.policies import precision_of
 from zeroshard.errors import UserError
@@ -242,7 +243,9 @@ EXAMPLE = str(ROOT / "examples" / "job.py") + ":job"
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_a_plan_of_a_job(precision, stage):
     """At rest as the ledger of a simulated step says, the peak at a named part of the step, activations beside."""
-    found = zeroshard.plan(EXAMPLE, ranks=2, stage=stage, precision=precision_of(precision), accumulate=2)
+    found = zeroshard.plan(
+        EXAMPLE, Machine(ranks=2), step=Step(accumulate=2), stage=stage, precision=precision_of(precision)
+    )
     assert [stage.stage for stage in found.stages] == ([0, 1, 2, 3] if stage is None else [stage])
     assert found.parameters == 27_936
     for stage in found.stages:
@@ -267,14 +270,14 @@ def test_a_plan_of_a_job(precision, stage):
 @pytest.mark.full
 def test_a_plan_of_a_job_answers():
     """Whether it fits with what its operators hold beside it, and the cheapest change that makes it."""
-    fits = zeroshard.plan(EXAMPLE, ranks=4, gpu_mem="4MiB")
+    fits = zeroshard.plan(EXAMPLE, Machine(ranks=4, gpu_mem="4MiB"))
     assert all(stage.fits for stage in fits.stages) and not fits.advice
-    tight = zeroshard.plan(EXAMPLE, ranks=4, stage=1, gpu_mem="900KiB")
+    tight = zeroshard.plan(EXAMPLE, Machine(ranks=4, gpu_mem="900KiB"), stage=1)
     assert [stage.fits for stage in tight.stages] == [False]
     whats = [change.what for change in tight.advice]
     assert whats[:3] == ["stage 2", "stage 3", "and recompute activations in backward"]
     assert [change.fits for change in tight.advice] == [False] * (len(whats) - 1) + [True]
-    recomputed = zeroshard.plan(EXAMPLE, ranks=4, stage=3, layout=Layout(recompute=True)).stages[0]
+    recomputed = zeroshard.plan(EXAMPLE, Machine(ranks=4), stage=3, layout=Layout(recompute=True)).stages[0]
     assert recomputed.peak + recomputed.working == tight.advice[2].nbytes
 
 
@@ -496,7 +499,7 @@ def test_batches_are_drawn_with_values(tmp_path):
         drawn.add((run.tokens, run.flops, run.activations))
     assert len(drawn) == 1 and run.tokens == 4 * 8
     assert torch.equal(torch.get_rng_state(), before)
-    assert zeroshard.plan(f"{path}:job", ranks=2).parameters == 50 * 16 + 16 * 50 + 50
+    assert zeroshard.plan(f"{path}:job", Machine(ranks=2)).parameters == 50 * 16 + 16 * 50 + 50
 
 
 @pytest.mark.parametrize(
@@ -595,10 +598,10 @@ groups = _with(
 
 def test_what_links_carry():
     """By hand: 16 ranks in nodes of 8, 8 P bytes gathered once and reduced once."""
-    plan = zeroshard.plan(params=16e6, preset="paper", ranks=16, stage=1, gpus_per_node=8)
+    plan = zeroshard.plan(Model(16e6, preset="paper"), Machine(ranks=16, gpus_per_node=8), stage=1)
     gathered = reduced = 2 * 16_000_000
     assert plan.stages[0].links == (gathered * 15 // 16 + reduced * 7 // 16, gathered * 15 // 128 + reduced * 8 // 16)
-    inside = zeroshard.plan(params=16e6, preset="paper", ranks=8, stage=1, gpus_per_node=8).stages[0]
+    inside = zeroshard.plan(Model(16e6, preset="paper"), Machine(ranks=8, gpus_per_node=8), stage=1).stages[0]
     assert inside.links == (inside.traffic.total.sent, 0)
 
 
@@ -608,17 +611,17 @@ def test_any_optimizer_of_torch_can_be_named():
         ("RMSprop", {"square_avg"}, 12),
         ("torch.optim.NAdam", {"exp_avg", "exp_avg_sq"}, 16),
     ):
-        recipe = zeroshard.plan(params=8, preset="paper", ranks=2, optimizer=name).recipe
+        recipe = zeroshard.plan(Model(8, preset="paper", optimizer=name), Machine(ranks=2)).recipe
         assert (set(recipe.optimizer) - {"master"}, recipe.total) == (states_of, total)
     with pytest.raises(UserError, match="depend on the shapes"):
-        zeroshard.plan(params=8, preset="paper", optimizer="Adafactor")
+        zeroshard.plan(Model(8, preset="paper", optimizer="Adafactor"))
     with pytest.raises(UserError, match="did you mean 'adamw'"):
-        zeroshard.plan(params=8, preset="paper", optimizer="adamm")
+        zeroshard.plan(Model(8, preset="paper", optimizer="adamm"))
 
 
 @pytest.mark.full
 def test_prefetch_is_planned():
-    peaks = [zeroshard.plan(EXAMPLE, ranks=2, stage=3, comm=Comm(prefetch=n)).stages[0] for n in (0, 1)]
+    peaks = [zeroshard.plan(EXAMPLE, Machine(ranks=2), stage=3, comm=Comm(prefetch=n)).stages[0] for n in (0, 1)]
     held = [max(i.nbytes.get("prefetch", 0) for i in stage.instants) for stage in peaks]
     assert held[0] == 0 < held[1]
     with pytest.raises(UserError, match="prefetch counts units"):
@@ -641,22 +644,24 @@ def test_a_job_s_ranks_share_memory_by_default_on_one_host(monkeypatch):
         return plan.stages[0].traffic.reduce.sent
 
     default, shared, gloo = (
-        zeroshard.plan(job, ranks=4, stage=2, comm=each)
+        zeroshard.plan(job, Machine(ranks=4), stage=2, comm=each)
         for each in (None, Comm(transport="shared"), Comm(transport="gloo"))
     )
     assert default.stages == shared.stages and sent(default) == 0 < sent(gloo)
     assert (
-        zeroshard.plan(job, ranks=4, stage=2, gpus_per_node=2).stages[0].traffic
-        == zeroshard.plan(job, ranks=4, stage=2, gpus_per_node=2, comm=Comm(transport="gloo")).stages[0].traffic
+        zeroshard.plan(job, Machine(ranks=4, gpus_per_node=2), stage=2).stages[0].traffic
+        == zeroshard.plan(job, Machine(ranks=4, gpus_per_node=2), stage=2, comm=Comm(transport="gloo"))
+        .stages[0]
+        .traffic
     )
-    assert sent(zeroshard.plan(job, ranks=16, stage=2, machine="a100")) > 0
+    assert sent(zeroshard.plan(job, Machine(ranks=16, cluster="a100"), stage=2)) > 0
 
 
 @pytest.mark.parametrize("make", [partial(training.job, "mlp"), Made(), lambda: training.job("mlp")])
 def test_whatever_can_be_called_without_arguments_is_a_job(make):
     """Named after the function inside a partial, or the class that is called."""
     name = {partial: "job", Made: "Made"}.get(type(make), "<lambda>")
-    assert simulate(make, ranks=2).job == zeroshard.plan(make, ranks=2, stage=1).source == name
+    assert simulate(make, ranks=2).job == zeroshard.plan(make, Machine(ranks=2), stage=1).source == name
 
 
 @pytest.mark.full
@@ -674,9 +679,9 @@ def test_a_plan_of_a_job_refuses_what_it_cannot_use():
         ({"params": 7}, "one of"),
     ):
         with pytest.raises(UserError, match=word):
-            zeroshard.plan(EXAMPLE, **settings)
+            plan_of(job=EXAMPLE, **settings)
     with pytest.raises(UserError, match="activations, of jobs"):
-        zeroshard.plan(params=7e9, preset="paper", layout=Layout(recompute=True))
+        zeroshard.plan(Model(7e9, preset="paper"), layout=Layout(recompute=True))
     with pytest.raises(UserError, match="cannot be imported"):
         zeroshard.plan("no.such.module:job")
 
@@ -931,8 +936,8 @@ def wide_units():
 
 def test_a_plan_for_a_cluster_has_the_buckets_that_a_model_on_accelerators_has():
     """A unit is one bucket there; on the CPU its two matrices are in two."""
-    (planned,) = zeroshard.plan(wide_units, ranks=2, stage=3, machine="h100").stages
-    (without,) = zeroshard.plan(wide_units, ranks=2, stage=3).stages
+    (planned,) = zeroshard.plan(wide_units, Machine(ranks=2, cluster="h100"), stage=3).stages
+    (without,) = zeroshard.plan(wide_units, Machine(ranks=2), stage=3).stages
     assert (planned.buckets, without.buckets) == (2, 4)
 
 

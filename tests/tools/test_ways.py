@@ -1,4 +1,4 @@
-"""`plan(machine=...)`: which way to share a model is recommended on a cluster, and what is said for it."""
+"""`Machine(cluster=...)`: which way to share a model is recommended on a cluster, and what is said for it."""
 
 import json
 from fractions import Fraction
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import zeroshard
+from flat import plan_of
 from test_planned_replicas import wide
-from zeroshard import Comm, Layout, Precision
+from zeroshard import Comm, Layout, Machine, Precision
 from zeroshard.cli.main import app
 from zeroshard.cli.simulate import clock
 from zeroshard.errors import UserError
@@ -27,7 +28,7 @@ def of(ways, stage, replicas, over="team"):
 
 def test_the_figures_are_those_of_each_plan_alone():
     """Bytes between nodes by hand, and all of them as plans say that ask for one mesh."""
-    ways = zeroshard.plan(**SETTINGS).ways
+    ways = plan_of(**SETTINGS).ways
     assert (
         len(ways.ways) == 4 + 3 * (4 + 3) + 1
     )  # stages, of one replica; of 2, 4 and 8, over each and over all; of hosts
@@ -40,7 +41,7 @@ def test_the_figures_are_those_of_each_plan_alone():
     for way in ways.ways:
         settings = {**SETTINGS, "machine": None, "gpus_per_node": G, "stage": way.stage}
         comm = Comm(hosts=K) if way.hosts > 1 else Comm(replicas=way.replicas, optimizer=way.over)
-        (alone,) = zeroshard.plan(**settings, comm=comm).stages
+        (alone,) = plan_of(**settings, comm=comm).stages
         assert (alone.most, *alone.links) == (way.nbytes, way.inside, way.between)
     assert [way.seconds for way in ways.ways] == sorted(way.seconds for way in ways.ways)
 
@@ -55,7 +56,7 @@ def test_the_figures_are_those_of_each_plan_alone():
     ],
 )
 def test_the_less_memory_the_more_is_sharded(budget, settings):
-    ways = zeroshard.plan(**SETTINGS, gpu_mem=budget).ways
+    ways = plan_of(**SETTINGS, gpu_mem=budget).ways
     best = ways.recommended
     assert best.settings == settings
     assert best.nbytes <= ways.limit
@@ -63,7 +64,7 @@ def test_the_less_memory_the_more_is_sharded(budget, settings):
 
 
 def test_what_is_said_is_what_the_figures_show():
-    ways = zeroshard.plan(**SETTINGS, gpu_mem="12GB").ways
+    ways = plan_of(**SETTINGS, gpu_mem="12GB").ways
     fitting = sum(way.nbytes <= 12e9 for way in ways.ways)
     first, beside, faster, _ = ways.because
     assert first.startswith(f"{fitting} of 26 ways fit")
@@ -88,7 +89,7 @@ def test_where_the_backends_own_reduction_is_faster_is_said_by_how_much(ranks):
     """By hand: it rings in fp32, so that inside a node it sends twice as much as 16 bits in an exchange, and between
     nodes the cards of one share what leaves it. It is never what is recommended."""
     limit = None if ranks == G else "2.5GB"  # in which one replica fits
-    ways = zeroshard.plan(**SETTINGS | {"ranks": ranks, "machine": "h100", "stage": 3, "gpu_mem": limit}).ways
+    ways = plan_of(**SETTINGS | {"ranks": ranks, "machine": "h100", "stage": 3, "gpu_mem": limit}).ways
     ordered, native = of(ways, 3, 1), next(way for way in ways.native if way.plain)
     assert ordered.inside == 2 * P * (Fraction(2 * (ranks - 1), ranks) + Fraction(G - 1, ranks))
     assert native.inside == 2 * P * Fraction(4 * (ranks - 1), ranks)
@@ -107,24 +108,24 @@ def test_where_the_backends_own_reduction_is_faster_is_said_by_how_much(ranks):
 
 def test_what_the_host_is_asked_counts(tmp_path):
     """Beside the messages; nothing of it on a host that launches, waits and meets at once."""
-    ways = zeroshard.plan(**SETTINGS | {"machine": "h100"}).ways
-    for plan in zeroshard.plan(**SETTINGS | {"machine": None}).stages:
+    ways = plan_of(**SETTINGS | {"machine": "h100"}).ways
+    for plan in plan_of(**SETTINGS | {"machine": None}).stages:
         way = of(ways, plan.stage, 1)
         alone = seconds(plan.traffic, MACHINES["h100"], N, 1, plan.buckets)
         assert way.seconds == alone + way.overhead > alone
     path = tmp_path / "free.json"
     free = {**MACHINES["h100"].__dict__, "launch": 0.0, "kernel": 0.0, "drain": 0.0, "meeting": 0.0}
     path.write_text(json.dumps(free))
-    assert {way.overhead for way in zeroshard.plan(**SETTINGS | {"machine": str(path)}).ways.ways} == {0.0}
+    assert {way.overhead for way in plan_of(**SETTINGS | {"machine": str(path)}).ways.ways} == {0.0}
 
 
 def test_nothing_fits_and_one_node():
-    none = zeroshard.plan(**SETTINGS, gpu_mem="1GB").ways
+    none = plan_of(**SETTINGS, gpu_mem="1GB").ways
     assert none.recommended is None
     assert none.json()["recommended"] is None
     (said,) = none.because
     assert said.startswith("none of 26 ways fits; the smallest is stage 3, one replica")
-    one = zeroshard.plan(**{**SETTINGS, "ranks": 8, "machine": "a100"}).ways
+    one = plan_of(**{**SETTINGS, "ranks": 8, "machine": "a100"}).ways
     assert {way.replicas for way in one.ways} == {1}
     assert {way.between for way in one.ways} == {0}
     assert any("all ranks are on one node" in each for each in one.because)
@@ -135,7 +136,9 @@ def test_nothing_fits_and_one_node():
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):
     """One replica, whose messages run one after the other on the clock too; gathers after the step are all there are."""
-    plan = zeroshard.plan(wide, ranks=8, stage=2, machine="a100", gpus_per_node=gpus, layout=Layout(bucket_mib=0.003))
+    plan = zeroshard.plan(
+        wide, Machine(ranks=8, cluster="a100", gpus_per_node=gpus), stage=2, layout=Layout(bucket_mib=0.003)
+    )
     cluster = plan.ways.machine
     assert cluster.gpus == gpus
     run = simulate(wide, ranks=8, stage=2, layout=zeroshard.Layout(bucket_mib=0.003))
@@ -154,7 +157,7 @@ def test_a_machine_of_one_s_own(tmp_path):
     told |= {name: told[name] * 2 for name in slower}
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(told))
-    mine, slow = (zeroshard.plan(**SETTINGS | {"machine": name}).ways for name in (str(path), SLOW))
+    mine, slow = (plan_of(**SETTINGS | {"machine": name}).ways for name in (str(path), SLOW))
     halved = [way._replace(seconds=way.seconds / 2, overhead=way.overhead / 2) for way in mine.ways]
     assert halved == list(slow.ways)
     assert (mine.recommended.settings, mine.json()["machine"]) == (slow.recommended.settings, "mine")
@@ -163,8 +166,8 @@ def test_a_machine_of_one_s_own(tmp_path):
 def test_shapes_are_compared_by_their_peaks(tmp_path):
     path = tmp_path / "m.json"
     path.write_text(json.dumps({f"blocks.{n}.w": [256, 256] for n in range(8)}))
-    ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", stage=3).ways
-    alone = zeroshard.plan(shapes=path, ranks=16, stage=3, comm=Comm(replicas=2, optimizer="all")).stages[0]
+    ways = zeroshard.plan(path, Machine(ranks=16, cluster="a100"), stage=3).ways
+    alone = zeroshard.plan(path, Machine(ranks=16), stage=3, comm=Comm(replicas=2, optimizer="all")).stages[0]
     assert of(ways, 3, 2, "all").nbytes == alone.peak > alone.total
 
 
@@ -172,27 +175,30 @@ def test_ways_that_shard_would_refuse_are_left_out(tmp_path):
     path = tmp_path / "m.json"
     path.write_text(json.dumps({f"blocks.{n}.w": [256, 256] for n in range(8)}))
     for bounds, overs in (("unit", {"team", "all"}), ("tensor", {"team"})):
-        ways = zeroshard.plan(shapes=path, ranks=16, machine="a100", layout=Layout(bounds=bounds)).ways.ways
+        ways = zeroshard.plan(path, Machine(ranks=16, cluster="a100"), layout=Layout(bounds=bounds)).ways.ways
         assert {way.over for way in ways} == overs and {way.replicas for way in ways} == {1, 2}
         assert {way.hosts for way in ways} == ({1, 2} if "all" in overs else {1})
     split = Precision(param_dtype=torch.bfloat16, split_master=True)
-    ways = zeroshard.plan("jobs:mlp", ranks=16, machine="a100", precision=split).ways.ways
+    ways = zeroshard.plan("jobs:mlp", Machine(ranks=16, cluster="a100"), precision=split).ways.ways
     assert {(way.replicas, way.over, way.hosts) for way in ways} == {(1, "team", 1), (2, "team", 1), (1, "all", 2)}
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"comm": Comm(replicas=2)}, "replicas: machine compares them itself"),
-        ({"comm": Comm(optimizer="all")}, "Comm.optimizer: machine compares them itself"),
-        ({"comm": Comm(transport="shared")}, "transport: machine asks for the links of GPUs"),
-        ({"offload": zeroshard.Offload(parameters="shared")}, "Offload.parameters: machine asks for the links of GPUs"),
+        ({"comm": Comm(replicas=2)}, "replicas: Machine.cluster compares them itself"),
+        ({"comm": Comm(optimizer="all")}, "Comm.optimizer: Machine.cluster compares them itself"),
+        ({"comm": Comm(transport="shared")}, "transport: Machine.cluster asks for the links of GPUs"),
+        (
+            {"offload": zeroshard.Offload(parameters="shared")},
+            "Offload.parameters: Machine.cluster asks for the links of GPUs",
+        ),
         ({"machine": "a1000"}, "no such machine"),
     ],
 )
 def test_what_a_machine_contradicts_is_refused(settings, said):
     with pytest.raises(UserError, match=said):
-        zeroshard.plan(**SETTINGS | settings)
+        plan_of(**SETTINGS | settings)
 
 
 def test_the_command_says_it(capsys):
@@ -213,7 +219,7 @@ def test_the_command_says_it(capsys):
     shown = capsys.readouterr().out
     assert shown.startswith("\nStage 3, 8 replicas, the optimizer over all: least time of what fits")
     assert 'comm=zeroshard.Comm(replicas=8, optimizer="all")' in shown
-    ways = zeroshard.plan(**SETTINGS, gpu_mem="12GB").ways
+    ways = plan_of(**SETTINGS, gpu_mem="12GB").ways
     assert all(" ".join(reason.split()) in " ".join(shown.split()) for reason in ways.because)
     app([*words, "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["ways"] == json.loads(json.dumps(ways.json()))

@@ -30,15 +30,19 @@ def one_line(message: object) -> str:
     return "; ".join(line.strip() for line in str(message).splitlines())
 
 
+FIELD = "\0"  # stands before the name of a field while an error is rewritten
+
+
 def in_options(error: object, names: Iterable[str]) -> str:
     """Write an error of the Python call on one line, in a command's options: `gpu_mem="80GiB"` is `--gpu-mem 80GiB`.
 
-    An argument is meant where it stands before `=`, at the beginning, or has an underscore.
+    An argument is meant where it stands before `=`, at the beginning, or has an underscore; a field of a plan's
+    `Model`, `Machine` or `Step` wherever it is named.
     """
     named = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
 
     def option(match: re.Match[str]) -> str:
-        return "--" + match[0].replace("_", "-")
+        return "--" + match[0].lstrip(FIELD).replace("_", "-")
 
     def valued(match: re.Match[str]) -> str:
         value = match[2].strip("\"'")
@@ -50,12 +54,14 @@ def in_options(error: object, names: Iterable[str]) -> str:
     text = re.sub(r'\b(?:Layout)\((?:\w+)=\{("[^"]*"): "edp"\}\)', r"experts=\1", text)
     text = re.sub(r"\bLayout\((align|matrices)=\{([^{}]*)\}\)", _by_pattern, text)
     text = re.sub(rf"\b(?:Layout|Comm|Offload|Precision)\.(?=(?:{named})\b)", "", text)
-    text = re.sub(rf"\b(?:Layout|Comm)\(((?:{named})=[^()]*)\)", r"\1", text)
-    beginning = re.match(rf"(?:(?:{named})(?:, | and )?)+(?=[\s:;]|$)", text)
+    text = re.sub(rf"\b(?:Model|Machine|Step)\.(?=(?:{named})\b)", FIELD, text)
+    text = re.sub(rf"\b(?:Layout|Comm|Model|Machine|Step)\((?:\.\.\., )?((?:{named})=[^()]*)\)", r"\1", text)
+    beginning = re.match(rf"(?:{FIELD}?(?:{named})(?:, | and )?)+(?=[\s:;]|$)", text)
     end = beginning.end() if beginning else 0
     head = re.sub(rf"\b(?:{named})\b", option, text[:end])
-    rest = re.sub(rf"(?<![\w./-])({named})=([^\s,;)]*)", valued, text[end:])
-    return head + re.sub(rf"(?<![\w./-])(?=\w*_)(?:{named})\b(?!\.)", option, rest)
+    rest = re.sub(rf"{FIELD}({named})\b", option, text[end:])
+    rest = re.sub(rf"(?<![\w./-])({named})=([^\s,;)]*)", valued, rest)
+    return head.replace(FIELD, "") + re.sub(rf"(?<![\w./-])(?=\w*_)(?:{named})\b(?!\.)", option, rest)
 
 
 def _by_pattern(match: re.Match[str]) -> str:

@@ -36,6 +36,7 @@ from zeroshard.planner.answer import Plan
 from zeroshard.planner.disk import FORMAT, Disk
 from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import count
+from zeroshard.planner.question import from_flat
 from zeroshard.tiers import nvme
 from zeroshard.tiers.offload import Offload
 
@@ -209,7 +210,8 @@ class Model:
 
     def planned(self, **changes: Any) -> Plan:
         asked = {"ranks": self.ranks, "stage": self.stage, "offload": self.offload, "preset": "zeroshard", **changes}
-        return plan(params=self.params, **asked)
+        of, on, step, rest = from_flat({"params": self.params, **asked})
+        return plan(of, on, step=step, **rest)
 
     def allowed(self, disk: Disk, **changes: Any) -> tuple[float, float | None]:
         """Return (seconds of a step's files, tokens per second of all ranks that this allows)."""

@@ -21,6 +21,7 @@ from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
 from zeroshard.planner.plan import plan, stages_of_runs
 from zeroshard.planner.quantities import number
+from zeroshard.planner.question import from_flat
 from zeroshard.planner.recipes import PADDING
 from zeroshard.planner.texts import Line, text
 
@@ -88,7 +89,8 @@ def _planned(options: dict[str, Any]) -> Plan:
             raise InputError("--preset and --precision both say how many bytes a parameter takes; one of the two")
         rest["preset"] = "fp32"
     try:
-        return plan(**rest, **policies(options), offload=offload)
+        model, machine, step, rest = from_flat(rest)
+        return plan(model, machine, step=step, **rest, **policies(options), offload=offload)
     except UserError as error:
         raise InputError(in_options(error, (*options, "offload"))) from error
 

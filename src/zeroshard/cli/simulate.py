@@ -23,7 +23,7 @@ from zeroshard.events import DEVICE, HOST, NVME, SHARED, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
 from zeroshard.planner import predict_states, timeline
 from zeroshard.planner.experts import check_experts
-from zeroshard.planner.machines import Machine, machine
+from zeroshard.planner.machines import Cluster, machine
 from zeroshard.planner.overheads import CLIP, clipped, total
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, facts, simulate
 from zeroshard.planner.states import owned
@@ -93,7 +93,7 @@ def show_simulation(
         _show(each)
 
 
-def _open(job: str, ranks: str, cluster: Machine) -> None:
+def _open(job: str, ranks: str, cluster: Cluster) -> None:
     facts = {
         "job": escape(job),
         "ranks": f"{ranks}; nothing runs, nothing is sent",
@@ -108,7 +108,7 @@ def _copies(ranks: int, comm: Comm) -> str:
     return f", {'on' if comm.two_levels else 'in'} {rows:,} {name} of {ranks // rows:,}" if rows > 1 else ""
 
 
-def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timeline:
+def clock(run: Simulation, cluster: Cluster, *, ordered: bool) -> timeline.Timeline:
     """Put a simulated step on the clock."""
     # Only what the device holds: the CPU updates states that rest elsewhere, and no clock here knows how fast.
     held = {state: n for state, n in run.ledger.tiers.get(DEVICE, {}).items() if state not in (*PASSING, "parameters")}
@@ -121,7 +121,7 @@ def clock(run: Simulation, cluster: Machine, *, ordered: bool) -> timeline.Timel
     )  # fmt: skip
 
 
-def natively(run: Simulation, cluster: Machine) -> timeline.Timeline:
+def natively(run: Simulation, cluster: Cluster) -> timeline.Timeline:
     """Put the step on the clock as if the backend added: reductions travel in the accumulator's dtype then."""
     wider = {
         bucket.index: Fraction(buffer.grad_dtype.itemsize, buffer.reduce_dtype.itemsize)
@@ -136,7 +136,7 @@ def natively(run: Simulation, cluster: Machine) -> timeline.Timeline:
 
 
 def _told(
-    run: Simulation, cluster: Machine, line: timeline.Timeline, offload: Offload | None, *, comparable: bool
+    run: Simulation, cluster: Cluster, line: timeline.Timeline, offload: Offload | None, *, comparable: bool
 ) -> dict[str, Any]:
     """Report on one rank, with its tiers if offloaded. comparable: could it have the backend's own reduction too?"""
     tiers: dict[str, Any] = {} if offload is None else {"tiers": at_rest(run.ledger), "files": moved(run)}
@@ -146,7 +146,7 @@ def _told(
 
 
 def report(
-    run: Simulation, cluster: Machine, line: timeline.Timeline, native: timeline.Timeline | None
+    run: Simulation, cluster: Cluster, line: timeline.Timeline, native: timeline.Timeline | None
 ) -> dict[str, Any]:
     """Report on one rank in plain numbers; bytes are integers, times seconds.
 

@@ -220,13 +220,13 @@ REFUSALS = (
         "one of the two",
     ),
     Refusal(
-        ("optimizer_in_backward=True", "accumulate={accumulate}"),
+        ("optimizer_in_backward=True", "Step(accumulate={accumulate})"),
         lambda s: s.in_backward and s.accumulate > 1,
         IN_BACKWARD,
-        "accumulate=1",
+        "Step(accumulate=1)",
     ),
     Refusal(
-        ("optimizer_in_backward=True", "no_sync=True"),
+        ("optimizer_in_backward=True", "Step(no_sync=True)"),
         lambda s: s.in_backward and s.no_sync,
         IN_BACKWARD,
         "one of the two",

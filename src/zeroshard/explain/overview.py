@@ -9,6 +9,7 @@ from typing import Any
 from ..planner import closed, files, traffic
 from ..planner.plan import plan
 from ..planner.quantities import number, plain
+from ..planner.question import Machine, Model
 from ..planner.recipes import PRESETS
 from ..stage import STAGES
 from .run260 import STEPS, digest, plain_weights
@@ -95,7 +96,7 @@ def _corrections() -> list[dict[str, str]]:
         return number(round(_per_parameter(0, ranks) / _per_parameter(stage, ranks), 2))
 
     large = {stage: number(LARGE * _per_parameter(stage, RANKS) / 10**9) for stage in (1, 2)}
-    (found,) = plan(params=LARGE, preset="paper", ranks=RANKS, units=LAYERS, stage=3).stages
+    (found,) = plan(Model(LARGE, preset="paper", units=LAYERS), Machine(ranks=RANKS), stage=3).stages
     passing = max(sum(each.nbytes.values()) for each in found.instants) / 10**9
     moves = files.closed_moves(closed.at_rest(LARGE, RANKS, STAGES[3], PAPER), STAGES[3], mastered=True)
     read, written = (number(Fraction(nbytes, 10**9)) for nbytes in moves)

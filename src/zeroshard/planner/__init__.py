@@ -3,6 +3,7 @@
 The question and its answer:
 
     plan         the question, checked: from here to one of from_number, from_shapes and from_job
+    question     a model, a machine and a step: what is asked about
     asked        the question, once it is checked
     options      the options of commands that are fields of a policy
     experts      which parameters are divided among ranks, checked

@@ -24,7 +24,7 @@ from ..stage import Placements
 from . import closed, files, gpus, traffic, ways
 from .disk import ASSUMED
 from .files import Moves
-from .machines import Machine
+from .machines import Cluster
 from .recipes import Recipe
 
 if TYPE_CHECKING:
@@ -123,11 +123,11 @@ def card(gpu: str | None) -> Card:
 
 
 @cache
-def cluster(gpu: str | None) -> Machine:
+def cluster(gpu: str | None) -> Cluster:
     """Return the host of this GPU and seven more as a machine, for messages between ranks."""
     mine = card(gpu)
     network = 12.5 * GB
-    return Machine(
+    return Cluster(
         gpu or UNNAMED, mine.flops, MIDDLE.efficiency, 0, mine.memory, GPUS, mine.link, network, 3e-6, 8e-6, "clock"
     )
 

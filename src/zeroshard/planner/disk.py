@@ -1,6 +1,6 @@
 """A disk's measured speed, and the time that a step's reads and writes take on it.
 
-`zeroshard io-bench DIR` measures and writes the file; `zeroshard plan --disk FILE` and `plan(disk=...)` read it.
+`zeroshard io-bench DIR` measures and writes the file; `zeroshard plan --disk FILE` and `Machine(disk=...)` read it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def told(text: str | os.PathLike[str]) -> Disk:
     Raises `UserError` for neither.
     """
     if re.fullmatch(r"\s*[0-9.]+\s*[A-Za-z]*\s*", str(text)) and not Path(text).exists():
-        return replace(ASSUMED, size=budget(str(text), "disk"))
+        return replace(ASSUMED, size=budget(str(text), "Machine.disk"))
     return load(text)
 
 

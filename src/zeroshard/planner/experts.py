@@ -13,16 +13,18 @@ def check_experts(layout: Layout, ep: int | None, ranks: int, **others: object) 
     others: settings that are not planned beside them.
     """
     if bool(layout.along) != (ep is not None):
-        raise UserError("Layout.along and ep belong together", instead='Layout(along={"*.experts.*": "edp"}), ep=8')
+        raise UserError(
+            "Layout.along and Machine.ep belong together", instead='Layout(along={"*.experts.*": "edp"}), Machine(ep=8)'
+        )
     if ep is not None:
         if told := " and ".join(name for name, value in others.items() if value is not None):
             raise UserError(f"{told}: not planned for experts", instead="leave it out")
-        whole("ep", ep, ranks)
+        whole("Machine.ep", ep, ranks)
         if ranks % ep:
-            raise UserError("ep must divide the ranks", got=f"ep={ep}, ranks={ranks}")
+            raise UserError("Machine.ep must divide the ranks", got=f"ep={ep}, ranks={ranks}")
         if layout.axis == "ep":
             raise UserError(
-                "Layout.along names the axis whose ranks have the same rows, and ep counts those that have others",
+                "Layout.along names the axis whose ranks have the same rows, and Machine.ep counts those with others",
                 got=repr(layout.along),
                 instead='Layout(along={"*.experts.*": "edp"})',
             )

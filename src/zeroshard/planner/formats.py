@@ -45,7 +45,7 @@ def engines(precision: Precision, optimizer: str | None) -> Recipe:
     if (precision.split_master or precision.fp8) and narrow and chosen.optimizer.get("master") != WHOLE_MASTER:
         raise UserError(
             "masters that are split, or rounded to 8 bits, are fp32", got=f"optimizer={optimizer!r}",
-            instead='optimizer="adamw"',
+            instead='Model(..., optimizer="adamw")',
         )  # fmt: skip
     if precision.splits(param):
         plain = recipes.with_split_masters(plain)

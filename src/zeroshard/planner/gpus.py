@@ -61,10 +61,10 @@ def named(name: str) -> str:
     """Return the name in `GPUS` of a GPU that is named so, or by the only one of its sizes. Raises `UserError` if none
     is."""
     if not isinstance(name, str):
-        raise UserError("a GPU is named", got=repr(name), instead='gpu="h100-80", or gpu_mem="80GiB"')
+        raise UserError("a GPU is named", got=repr(name), instead='Machine(gpu="h100-80"), or Machine(gpu_mem="80GiB")')
     found = [each for each in GPUS if name.lower() == each or each.startswith(f"{name.lower()}-")]
     if len(found) != 1:
-        instead = " or ".join(found) or f"{nearest(name.lower(), GPUS)}, or gpu_mem="
+        instead = " or ".join(found) or f'{nearest(name.lower(), GPUS)}, or Machine(gpu_mem="80GiB")'
         raise UserError("no such GPU", got=repr(name), instead=instead)
     return found[0]
 

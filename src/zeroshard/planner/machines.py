@@ -22,7 +22,7 @@ from .gpus import GIB, GPUS
 
 
 @dataclass(frozen=True)
-class Machine:
+class Cluster:
     """One kind of cluster. Bandwidths are bytes per second, one way, per GPU; latencies seconds per hop.
 
     flops: dense 16-bit peak of one GPU. efficiency: the part of it that whole training steps reach without any
@@ -90,14 +90,14 @@ _GB = 10**9
 
 def _cluster(
     name: str, gpu: str, efficiency: float, gpus: int, link: float, network: float, hop: float, far: float, source: str
-) -> Machine:
+) -> Cluster:
     """Return a cluster of GPUs of `gpus.GPUS`. link, network: GB/s. hop, far: latencies, in microseconds."""
     one = GPUS[gpu]
     speeds = link * _GB, network * _GB, hop / 1e6, far / 1e6
-    return Machine(name, one.flops, efficiency, int(one.gib * GIB), one.bandwidth, gpus, *speeds, source)
+    return Cluster(name, one.flops, efficiency, int(one.gib * GIB), one.bandwidth, gpus, *speeds, source)
 
 
-MACHINES: Mapping[str, Machine] = {
+MACHINES: Mapping[str, Cluster] = {
     machine.name: machine
     for machine in (
         _cluster(
@@ -134,8 +134,8 @@ MACHINES: Mapping[str, Machine] = {
 }  # fmt: skip
 
 
-def machine(name: str) -> Machine:
-    """Return one of `MACHINES`, or the machine that a JSON file of `Machine`'s fields describes. Raises `UserError`."""
+def machine(name: str) -> Cluster:
+    """Return one of `MACHINES`, or the machine that a JSON file of `Cluster`'s fields describes. Raises `UserError`."""
     if name.endswith(".json"):
         return _described(Path(name))
     if name not in MACHINES:
@@ -143,9 +143,9 @@ def machine(name: str) -> Machine:
     return MACHINES[name]
 
 
-def _described(path: Path) -> Machine:
-    wanted = {field.name: str if field.name in ("name", "source") else float for field in fields(Machine)}
-    optional = {field.name for field in fields(Machine) if field.default is not MISSING}
+def _described(path: Path) -> Cluster:
+    wanted = {field.name: str if field.name in ("name", "source") else float for field in fields(Cluster)}
+    optional = {field.name for field in fields(Cluster) if field.default is not MISSING}
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -169,4 +169,4 @@ def _described(path: Path) -> Machine:
     for key in ("flops", "efficiency", "memory_bandwidth", "gpus", "link", "network"):
         if not told[key]:
             raise UserError("this field of a machine cannot be 0", where=f"{path}: {key}")
-    return Machine(**told | {"gpus": int(told["gpus"]), "memory": int(told["memory"])})
+    return Cluster(**told | {"gpus": int(told["gpus"]), "memory": int(told["memory"])})

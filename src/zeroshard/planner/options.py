@@ -40,6 +40,8 @@ VALUES = {
 OTHERS = {f"{policy}.{field}": name for name, (policy, field) in OPTIONS.items() if name not in (field, "instances")}
 OTHERS |= {"Offload.parameters": "offload", "Offload.activations": "--offload-activations"}
 OTHERS |= {"Comm(optimizer=": "Comm(optimizer_over="}
+OTHERS |= {"Machine.cluster": "Machine.machine", "Machine(cluster=": "Machine(machine="}
+OTHERS |= {"Step.seconds": "Step.step_time", "Step(seconds=": "Step(step_time="}
 # Fields that a plan of shapes or of a number counts, or that change no byte; a job's plan counts all.
 OF_SHAPES = {
     "Layout": ("bounds", "bucket_mib", "align", "along", "whole", "matrices", "buffers", "recompute"),

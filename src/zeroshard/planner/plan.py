@@ -1,16 +1,15 @@
 """`plan`: what a model takes per rank at every stage, whether it fits, and what to change if not.
 
-plan(params=...)            the closed form: three numbers and a recipe (`from_number`)
-plan(shapes=...)            the engine's own layout of those shapes, and the instants of a step (`from_shapes`)
+plan("7B")                  the closed form: three numbers and a recipe (`from_number`)
+plan("model.safetensors")   the engine's own layout of those shapes, and the instants of a step (`from_shapes`)
 plan("module:function")     the user's own job (`from_job`)
 
-Here a question is checked. The answer is `answer.Plan`.
+Here a question, of `question`'s parts and the policies, is checked as a whole. The answer is `answer.Plan`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -22,191 +21,156 @@ from ..events import NVME
 from ..layout import Layout
 from ..ranks.comm import Comm
 from ..stage import STAGES, STATES, seat
-from . import formats, from_number, from_shapes, gpus, machines, quantities, recipes, ways
+from . import formats, from_number, from_shapes, gpus, machines, quantities, question, recipes, ways
 from .answer import Plan
 from .asked import Asked
 from .disk import told as told_disk
 from .experts import check_experts
 from .fitting import Fitting, fitting
-from .machines import Machine
+from .machines import Cluster
 from .options import OF_SHAPES, OPTIONS, in_policies
 from .quantities import whole
+from .question import Machine, Model, Step
 from .recipes import Recipe
 
 if TYPE_CHECKING:
     from ..numerics import Precision
     from ..tiers.offload import Offload
 
-UNITS_LIMIT = 1 << 12
-POLICIES = {"precision": "Precision", "layout": "Layout", "comm": "Comm", "offload": "Offload"}
+# What each argument is, and a value of it to write.
+ARGUMENTS = {
+    "machine": ("Machine", "Machine(ranks=8)"),
+    "precision": ("Precision", "Precision(param_dtype=torch.bfloat16)"),
+    "layout": ("Layout", "Layout()"),
+    "comm": ("Comm", "Comm()"),
+    "offload": ("Offload", 'Offload(optimizer="cpu")'),
+    "step": ("Step", "Step(accumulate=4)"),
+}
 
 
 def plan(
-    job: str | Callable[[], Any] | None = None,
+    model: str | os.PathLike[str] | float | Callable[[], Any] | Model | None = None,
+    machine: Machine | None = None,
     *,
-    params: str | float | None = None,
-    shapes: str | os.PathLike[str] | None = None,
-    ranks: int = 1,
     stage: int | None = None,
     precision: Precision | None = None,
     layout: Layout | None = None,
     comm: Comm | None = None,
     offload: Offload | None = None,
     optimizer_in_backward: bool = False,
-    accumulate: int = 1,
-    no_sync: bool = False,
-    ep: int | None = None,
-    preset: str | None = None,
-    bytes: str | None = None,
-    optimizer: str | None = None,
-    units: int | None = None,
-    batch: int | None = None,
-    seq: int | None = None,
-    gpu: str | None = None,
-    gpu_mem: str | None = None,
-    host_mem: str | None = None,
-    gpus_per_node: int | None = None,
-    machine: str | None = None,
-    disk: str | os.PathLike[str] | None = None,
-    step_time: float | None = None,
-    tokens: str | float | None = None,
+    step: Step | None = None,
     **moved: Never,
 ) -> Plan:
     """Plan the bytes per rank of a model's states, at rest and at the worst instant, at one stage or all four.
 
-    Give one of `job`, `params` and `shapes`. The policies are those of `shard`.
+    The policies are those of `shard`.
 
-    job: "module:function" or the function (see `planner.job`), run as it is on tensors without memory.
-    params: how many parameters: 7e9, "7B".
-    shapes: a JSON, safetensors or Hugging Face file or folder.
-    ranks: how many ranks share the states.
+    model: how many parameters (7e9, "7B"), a path to its shapes ("model.safetensors"), a job ("train:job", or the
+        function), or a `Model`, which also says what its bytes are.
+    machine: how many ranks there are, and what is known of what they run on; None: one rank, and nothing.
     stage: 0 to 3 (None: all four; without 0 where it does not go with the policies).
-    precision: of a job; of a number or shapes in place of `preset`: this engine's bytes, of parameters in fp32 unless
-        `param_dtype` says otherwise. A number does not tell what `fp8` names.
-    layout: of shapes and jobs. Buckets without a size are as on the CPU; with `machine`, and of a job whose model is
-        on an accelerator, as on one.
-    comm: without a `group`, which only a run has. With `machine` numbers of replicas are compared, and none is given.
+    precision: of a job; of a number or shapes in place of `Model.preset`: this engine's bytes, of parameters in fp32
+        unless `param_dtype` says otherwise. A number does not tell what `fp8` names.
+    layout: of shapes and jobs. Buckets without a size are as on the CPU; with `Machine.cluster`, and of a job whose
+        model is on an accelerator, as on one.
+    comm: without a `group`, which only a run has. With `Machine.cluster` numbers of replicas are compared, and none is
+        given.
     offload: where states rest.
     optimizer_in_backward: each bucket is stepped as its gradients come, which rest nowhere then; as `shard`'s.
-    accumulate: backwards per step.
-    no_sync: gradients are added up on the rank before one reduction.
-    ep: among how many ranks the parameters of `Layout.along` are divided; a job's model has one rank's.
-    preset: bytes per parameter by name: "zeroshard", as the engine holds them, or "paper", ...
-    bytes: a formula instead of a preset: "parameters=2,gradients=2,master=4,m=4,v=4".
-    optimizer: another optimizer's states in the preset, by a preset's name or as a class of torch.optim.
-    units: with params, the number of equal blocks, for the peaks of a step. With `gpu` or `gpu_mem` None is the usual
-        depth of a transformer of so many parameters.
-    batch, seq: of params and shapes, the sequences of a micro-batch and the tokens of each: activations are counted by
-        a formula (`transformer.py`). Of either alone the other is 1, or 2048.
-    gpu: a GPU by name, such as "h100-80": does it fit into what a process can fill of its memory (`gpus.py`), and which
-        way is the fastest that does (`fitting`)?
-    gpu_mem: the same of a budget such as "80GiB".
-    host_mem: a budget for one rank's share of host memory, such as "200GiB".
-    gpus_per_node: GPUs of a node, to plan what one GPU's links inside and between nodes carry.
-    machine: a cluster by name, or a JSON file of its numbers: which `Comm.replicas` and `Comm.optimizer` take least
-        time on it, of those that fit into its memory, or `gpu_mem`.
-    disk: a file that `zeroshard io-bench` wrote; or the size of one rank's share of a disk, such as "1TB", whose speed
-        is assumed.
-    step_time: seconds of a step, for the disk's wear.
-    tokens: tokens in one rank's step, for the tokens per second that the disk allows.
+    step: what is known of a training step; None: one backward, and nothing.
 
-    Raises `UserError` for whatever cannot be answered.
+    Raises `UserError` for whatever cannot be answered, and for arguments of earlier versions, with what to write now.
     """
-    # Long by its settings alone: each stands here twice, as an argument and in what is asked.
-    _refuse_moved(moved)
-    _exactly_one(job=job, params=params, shapes=shapes)
-    _check_policies(precision=precision, layout=layout, comm=comm, offload=offload)
+    policies = {"precision": precision, "layout": layout, "comm": comm, "offload": offload}
+    early = bool(optimizer_in_backward)
+    _refuse_moved(moved, model, machine, step, stage=stage, **policies, optimizer_in_backward=early or None)
+    _check_kinds(machine=machine, step=step, **policies)
+    of, on, per = Model.of(model), machine or Machine(), step or Step()
     made, talk = layout or Layout(), comm or Comm()
-    if job is None and precision is not None and not _changed(precision):
+    if of.job is None and precision is not None and not _changed(precision):
         precision = None  # it asks for nothing
-    _check_recipe(preset, bytes, optimizer, precision, job=job)
-    most = from_number.RANKS_LIMIT if params is not None else from_shapes.RANKS_LIMIT
-    _check_numbers(ranks, most, accumulate, gpus_per_node, talk)
-    _check_units(units, known=params is None)
+    _check_recipe(of, precision)
+    most = from_number.RANKS_LIMIT if of.params is not None else from_shapes.RANKS_LIMIT
+    _check_numbers(on.ranks, most, on.gpus_per_node, talk)
     _check_stage(stage)
-    _check_batch(batch, seq, known=job is not None)
-    limit = _limit(gpu, gpu_mem)
-    _check_files(offload, disk, step_time, tokens, searched=limit is not None)
+    _check_batch(per, known=of.job is not None)
+    _check_files(offload, on, per)
     together = _compatible(
-        stage, accumulate, no_sync=bool(no_sync), precision=precision, layout=made, comm=talk, offload=offload,
-        optimizer_in_backward=bool(optimizer_in_backward),
+        stage, per.accumulate, no_sync=per.no_sync, precision=precision, layout=made, comm=talk, offload=offload,
+        optimizer_in_backward=early,
     )  # fmt: skip
-    check_experts(made, ep, ranks, replicas=talk.rows, gpus_per_node=gpus_per_node, params=params, machine=machine)
-    cluster = _cluster(machine, gpus_per_node, talk, once=together.once)
-    _check_links(gpus_per_node, talk)
-    if job is None:
-        counted = batch is not None or seq is not None
-        _refuse_what_jobs_alone_count(
-            precision, made, talk, offload, early=bool(optimizer_in_backward), counted=counted
-        )
-    if params is not None and made != Layout():
+    _check_experts(of, on, made, talk)
+    cluster = _cluster(on, talk, once=together.once)
+    _check_links(on, talk)
+    if of.job is None:
+        _refuse_what_jobs_alone_count(precision, made, talk, offload, early=early, counted=_counted(per))
+    if of.params is not None and made != Layout():
         changed = {f"Layout.{name}": value for name, value in _changed(made).items()}
         _refuse("a number of parameters has no layout", "shapes, or leave it out", **changed)
-    chosen = _recipe(preset or "zeroshard", bytes, optimizer, precision, talk)
+    chosen = dataclasses.replace(_recipe(of, precision, talk), in_backward=early)
+    searched = of.job is None and cluster is None and on.limit is not None
     asked = Asked(
-        ranks=ranks,
-        stages=_stages(stage, together),
-        recipe=dataclasses.replace(chosen, in_backward=bool(optimizer_in_backward)),
-        layout=made if cluster is None and (job is not None or limit is None) else made.on(accelerator=True),
-        comm=talk,
-        precision=precision,
-        offload=offload,
-        gpu_mem=limit,
-        accumulate=accumulate,
-        no_sync=bool(no_sync),
-        units=units,
-        gpus_per_node=gpus_per_node,
-        host_mem=None if host_mem is None else quantities.budget(host_mem, "host_mem"),
-        disk=None if disk is None else told_disk(disk),
-        step_time=step_time,
-        tokens=None if tokens is None else quantities.count(tokens, "tokens"),
-        ep=ep or 1,
-        batch=batch,
-        seq=seq,
-        gpu=gpu,
-        accelerator=job is None and cluster is None and limit is not None,
-    )
-    if job is None:
-        asked = asked._replace(layout=asked.layout.on(accelerator=False))
-
-    def planned(asked: Asked) -> Plan:
-        if job is not None:
-            return _plan_job(job, asked)
-        if params is not None:
-            formats.check_number(asked.precision)
-            return from_number.plan_params(quantities.count(params), asked)
-        assert shapes is not None
-        return from_shapes.plan_shapes(shapes, asked)
-
-    found = _compared(planned, asked, cluster)
-    if job is None and cluster is None and limit is not None and ranks <= from_shapes.RANKS_LIMIT:
-        found = dataclasses.replace(found, fitting=_fitting(params, shapes, asked))
-    return found if gpu is None else dataclasses.replace(found, notes=(gpus.note(gpu), *found.notes))
+        stages=_stages(stage, together), recipe=chosen, comm=talk, precision=precision, offload=offload, units=of.units,
+        layout=_cut(made, accelerator=searched or cluster is not None, job=of.job is not None), accelerator=searched,
+        **_known(on), **_told(per),
+    )  # fmt: skip
+    found = _compared(lambda asked: _planned(of, asked), asked, cluster)
+    if searched and on.ranks <= from_shapes.RANKS_LIMIT:
+        found = dataclasses.replace(found, fitting=_fitting(of, asked))
+    return found if on.gpu is None else dataclasses.replace(found, notes=(gpus.note(on.gpu), *found.notes))
 
 
-def _fitting(params: str | float | None, shapes: str | os.PathLike[str] | None, asked: Asked) -> Fitting:
+def _known(machine: Machine) -> dict[str, Any]:
+    """Return what is known of a machine, by the fields of `Asked`."""
+    host = machine.host_mem
+    return {
+        "ranks": machine.ranks,
+        "gpu": machine.gpu,
+        "gpu_mem": machine.limit,
+        "host_mem": None if host is None else quantities.budget(host, "Machine.host_mem"),
+        "disk": None if machine.disk is None else told_disk(machine.disk),
+        "gpus_per_node": machine.gpus_per_node,
+        "ep": machine.ep or 1,
+    }
+
+
+def _told(step: Step) -> dict[str, Any]:
+    """Return what is told of a step, by the fields of `Asked`."""
+    return {
+        "accumulate": step.accumulate,
+        "no_sync": step.no_sync,
+        "batch": step.batch,
+        "seq": step.seq,
+        "step_time": step.seconds,
+        "tokens": None if step.tokens is None else quantities.count(step.tokens, "Step.tokens"),
+    }
+
+
+def _planned(model: Model, asked: Asked) -> Plan:
+    """Answer a checked question of a model."""
+    if model.job is not None:
+        return _plan_job(model.job, asked)
+    if model.params is not None:
+        formats.check_number(asked.precision)
+        return from_number.plan_params(quantities.count(model.params), asked)
+    assert model.shapes is not None
+    return from_shapes.plan_shapes(model.shapes, asked)
+
+
+def _fitting(model: Model, asked: Asked) -> Fitting:
     """Search for what fits, with the model laid out."""
-    if params is not None:
-        numel = quantities.count(params)
+    if model.params is not None:
+        numel = quantities.count(model.params)
         return fitting(asked, numel, from_number.laid_out(numel, asked))
-    assert shapes is not None
-    model, laid = from_shapes.of_file(shapes)
-    return fitting(asked, model.numel, laid)
-
-
-def _limit(gpu: str | None, gpu_mem: str | None) -> int | None:
-    """Return the bytes of the device's memory that are asked about, if any are."""
-    if gpu is not None and gpu_mem is not None:
-        raise UserError(
-            "gpu and gpu_mem both say how much memory there is", got=f"gpu={gpu!r}, gpu_mem={gpu_mem!r}",
-            instead="one of the two",
-        )  # fmt: skip
-    return gpus.usable(gpu) if gpu is not None else None if gpu_mem is None else quantities.budget(gpu_mem, "gpu_mem")
+    assert model.shapes is not None
+    shapes, laid = from_shapes.of_file(model.shapes)
+    return fitting(asked, shapes.numel, laid)
 
 
 def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **rest: Any) -> tuple[int, ...]:
     """List the stages at which a job is to run; refuse what no run can have. rest: as `_compatible` takes it."""
-    _check_numbers(ranks, sys.maxsize, accumulate, None, rest["comm"])  # the machine has its own limit
+    whole("Step.accumulate", accumulate, question.COUNTED)
+    _check_numbers(ranks, sys.maxsize, None, rest["comm"])  # the machine has its own limit
     _check_stage(stage)
     return _stages(stage, _compatible(stage, accumulate, **rest))
 
@@ -238,18 +202,20 @@ def _changed(policy: Any) -> dict[str, Any]:
     return {name: value for name, value in vars(policy).items() if value != getattr(plain, name)}
 
 
-def _cluster(name: str | None, gpus: int | None, comm: Comm, *, once: bool) -> Machine | None:
-    """Find the cluster that `machine` names, with nodes of `gpus` GPUs; refuse settings that it does not go with."""
-    if name is None:
+def _cluster(machine: Machine, comm: Comm, *, once: bool) -> Cluster | None:
+    """Find the cluster that is named, with as many GPUs in a node; refuse settings that it does not go with."""
+    if machine.cluster is None:
         return None
     compared: dict[str, Any] = {"Comm.hosts": comm.hosts, "Comm.replicas": comm.replicas}
     compared |= {"Comm.optimizer": None if comm.optimizer == "team" else comm.optimizer}
-    _refuse("machine compares them itself", "leave it out", **compared)
+    _refuse("Machine.cluster compares them itself", "leave it out", **compared)
     shared = {"Comm.transport": "shared" if comm.transport == "shared" else None}
     shared |= {"Offload.parameters": "shared" if once else None}
-    _refuse("machine asks for the links of GPUs, which share no memory", "leave it out", **shared)
-    _refuse("machine compares the sums in order and the backend's", "leave it out", **{"Comm.reduce": _sums(comm)})
-    found = machines.machine(name)
+    _refuse("Machine.cluster asks for the links of GPUs, which share no memory", "leave it out", **shared)
+    _refuse(
+        "Machine.cluster compares the sums in order and the backend's", "leave it out", **{"Comm.reduce": _sums(comm)}
+    )
+    found, gpus = machines.machine(machine.cluster), machine.gpus_per_node
     return found if gpus is None else dataclasses.replace(found, gpus=gpus)
 
 
@@ -257,7 +223,7 @@ def _sums(comm: Comm) -> str | None:
     return None if comm.reduce == "ordered" else comm.reduce
 
 
-def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Machine | None) -> Plan:
+def _compared(plan_of: Callable[[Asked], Plan], asked: Asked, cluster: Cluster | None) -> Plan:
     """Return the plan, and on a cluster the ways in which its ranks can share the model.
 
     The optimizer over all ranks cuts tensors and splits no masters: it is left out for bounds="tensor" and for split
@@ -280,67 +246,89 @@ def _refuse(why: str, instead: str, **settings: object) -> None:
         raise UserError(f"{' and '.join(told)}: {why}", instead=instead)
 
 
-def _exactly_one(**models: object) -> None:
-    named = [name for name, value in models.items() if value is not None]
-    if len(named) != 1:
-        raise UserError(
-            "plan takes one of params, shapes and module:function",
-            got=" and ".join(named) or "none of them",
-            instead="params=7e9, or shapes='model.safetensors'",
-        )
+def _refuse_moved(moved: dict[str, Any], model: object, machine: object, step: object, **same: object) -> None:
+    """Refuse arguments of earlier versions, with what to write now, and any that never were.
 
-
-def _refuse_moved(moved: dict[str, Any]) -> None:
-    """Refuse arguments of earlier versions, with the policy that has them now, and any that never were."""
+    same: the arguments that are as they were; None where one is not given.
+    """
     for name in moved:
-        if name not in OPTIONS:
+        if name in OPTIONS:
+            what = f"plan takes the policies of shard, and no {name}"
+            raise UserError(what, got=f"{name}=", instead=in_policies(name))
+        if name not in question.PLACES:
             raise TypeError(f"plan() got an unexpected keyword argument {name!r}")
-        raise UserError(f"plan takes the policies of shard, and no {name}", got=f"{name}=", instead=in_policies(name))
+    if isinstance(machine, str):
+        moved = {**moved, "machine": machine}
+    if moved:
+        form = question.form_of(model)
+        given = question.flat(model, machine, step) | ({} if form is None else {form: model}) | moved
+        rest = {name: _written(value) for name, value in same.items() if value is not None}
+        raise UserError(
+            "plan takes a model, a machine and a step", got=", ".join(f"{name}=" for name in moved),
+            instead=question.call(given, rest),
+        )  # fmt: skip
 
 
-def _check_policies(**policies: object) -> None:
-    for name, policy in policies.items():
-        kind = POLICIES[name]
-        if policy is not None and type(policy).__name__ != kind:
+def _written(argument: object) -> str:
+    """Write an argument of `plan` as in a call."""
+    kind = type(argument).__name__
+    if kind in {name for name, _ in ARGUMENTS.values()}:
+        return question.written(kind, _changed(argument))
+    return question.spelled(argument)
+
+
+def _check_kinds(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        kind, instead = ARGUMENTS[name]
+        if value is not None and type(value).__name__ != kind:
             article = "an" if kind[0] in "AEIO" else "a"
-            instead = {"precision": "Precision(param_dtype=torch.bfloat16)", "offload": 'Offload(optimizer="cpu")'}
-            raise UserError(
-                f"{name}= is {article} {kind}", got=repr(policy), instead=f"{name}={instead.get(name, f'{kind}()')}"
-            )
-    if getattr(policies["offload"], "automatic", False):
+            raise UserError(f"{name}= is {article} {kind}", got=repr(value), instead=f"{name}={instead}")
+    if getattr(arguments["offload"], "automatic", False):
         raise UserError(
             "a plan lists what fits by itself",
-            got=repr(policies["offload"]),
-            instead="gpu_mem= and host_mem=, and no offload",
+            got=repr(arguments["offload"]),
+            instead='Machine(gpu_mem="24GB", host_mem="64GiB"), and no offload',
         )
-    if getattr(policies["comm"], "group", None) is not None:
+    if getattr(arguments["comm"], "group", None) is not None:
         raise UserError(
             "Comm.group is of a run, and a plan has none",
-            got=repr(policies["comm"]),
-            instead="ranks=, how many there are",
+            got=repr(arguments["comm"]),
+            instead="Machine(ranks=8), how many there are",
         )
 
 
-def _check_recipe(preset: object, bytes: object, optimizer: object, precision: object, *, job: object) -> None:
-    said = [*_given(preset=preset, bytes=bytes, precision=precision)]
-    if (job is None and len(said) > 1) or "bytes" in said[1:]:
-        raise UserError(f"{said[0]} and {said[1]} both say how many bytes a parameter takes", instead="one of the two")
-    if job is not None:
-        _refuse("a job says itself what it holds", "leave it out", preset=preset, bytes=bytes, optimizer=optimizer)
+def _check_recipe(model: Model, precision: object) -> None:
+    told = model.job is None and precision is not None
+    for name in ("preset", "bytes") if told else ():
+        if getattr(model, name) is not None:
+            what = f"Model.{name} and precision both say how many bytes a parameter takes"
+            raise UserError(what, instead="one of the two")
 
 
-def _recipe(preset: str, bytes: str | None, optimizer: str | None, precision: Precision | None, comm: Comm) -> Recipe:
+def _recipe(model: Model, precision: Precision | None, comm: Comm) -> Recipe:
     """Return the bytes per parameter that are asked for; of a job they are not looked at."""
     if precision is not None:
-        return formats.sent_by(formats.engines(precision, optimizer), comm)
-    return formats.sent_by(recipes.recipe(preset, optimizer=optimizer, custom=bytes), comm)
+        return formats.sent_by(formats.engines(precision, model.optimizer), comm)
+    chosen = recipes.recipe(model.preset or "zeroshard", optimizer=model.optimizer, custom=model.bytes)
+    return formats.sent_by(chosen, comm)
 
 
-def _check_links(gpus_per_node: int | None, comm: Comm) -> None:
-    if comm.transport == "shared" and gpus_per_node is not None:
+def _cut(layout: Layout, *, accelerator: bool, job: bool) -> Layout:
+    """Return the layout with the size of its buckets; of a job off accelerators its model says where it is."""
+    return layout if job and not accelerator else layout.on(accelerator=accelerator)
+
+
+def _check_experts(model: Model, machine: Machine, layout: Layout, comm: Comm) -> None:
+    beside: dict[str, object] = {"Comm.replicas": comm.rows, "Machine.gpus_per_node": machine.gpus_per_node}
+    beside |= {"Model.params": model.params, "Machine.cluster": machine.cluster}
+    check_experts(layout, machine.ep, machine.ranks, **beside)
+
+
+def _check_links(machine: Machine, comm: Comm) -> None:
+    if comm.transport == "shared" and machine.gpus_per_node is not None:
         raise UserError(
-            "gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
-            got=f"gpus_per_node={gpus_per_node}, transport='shared'",
+            "Machine.gpus_per_node asks for the links of GPUs, and memory is shared between ranks on the CPU",
+            got=f"gpus_per_node={machine.gpus_per_node}, transport='shared'",
             instead="one of the two",
         )
 
@@ -354,10 +342,16 @@ def _refuse_what_jobs_alone_count(
     if not counted:
         why = "it is about activations, of jobs, or of so many tokens"
         again = layout.recompute or None
-        _refuse(why, "batch= and seq= beside it, or a job", **{"Layout.recompute": again, "Offload.activations": moved})
+        _refuse(
+            why,
+            "Step(batch=1, seq=2048) beside it, or a job",
+            **{"Layout.recompute": again, "Offload.activations": moved},
+        )
     if layout.recompute and layout.recompute is not True:
         _refuse("of a number and of shapes all units are alike", "True", **{"Layout.recompute": layout.recompute})
-    instead = 'name a job, module:function; for bytes per parameter preset="zeroshard-bf16-grads" and the like'
+    instead = (
+        'name a job, module:function; for bytes per parameter Model(..., preset="zeroshard-bf16-grads") and the like'
+    )
     told = {
         f"{kind}.{name}": value
         for kind, policy in {"Layout": layout, "Comm": comm}.items()
@@ -368,30 +362,25 @@ def _refuse_what_jobs_alone_count(
     _refuse("for jobs only", instead, **told)
 
 
-def _check_numbers(ranks: object, most: int, accumulate: object, gpus_per_node: object, comm: Comm) -> None:
-    whole("ranks", ranks, most)
-    whole("accumulate", accumulate, 1 << 30)
+def _check_numbers(ranks: object, most: int, gpus_per_node: object, comm: Comm) -> None:
+    whole("Machine.ranks", ranks, most)
     if gpus_per_node is not None:
-        whole("gpus_per_node", gpus_per_node, from_number.RANKS_LIMIT)
+        whole("Machine.gpus_per_node", gpus_per_node, from_number.RANKS_LIMIT)
     if comm.rows is not None:
         assert type(ranks) is int
-        whole("hosts" if comm.two_levels else "replicas", comm.rows, ranks)
+        whole("Comm.hosts" if comm.two_levels else "Comm.replicas", comm.rows, ranks)
         seat(0, ranks, comm.rows, hosts=comm.two_levels)  # says which numbers divide
 
 
-def _check_units(units: object, *, known: bool) -> None:
-    if units is not None:
-        whole("units", units, UNITS_LIMIT)
-        if known:
-            raise UserError("units stand for shapes that are not known", got="a job or shapes", instead="leave it out")
+def _check_batch(step: Step, *, known: bool) -> None:
+    for name in ("batch", "seq"):
+        if known and getattr(step, name) is not None:
+            raise UserError(f"Step.{name} stands for a job, which has batches of its own", instead="leave it out")
 
 
-def _check_batch(batch: object, seq: object, *, known: bool) -> None:
-    for name, value in {"batch": batch, "seq": seq}.items():
-        if value is not None:
-            whole(name, value, 1 << 30)
-            if known:
-                raise UserError(f"{name} stands for a job, which has batches of its own", instead="leave it out")
+def _counted(step: Step) -> bool:
+    """Are activations of a number or of shapes counted?"""
+    return step.batch is not None or step.seq is not None
 
 
 def _check_stage(stage: object) -> None:
@@ -399,20 +388,17 @@ def _check_stage(stage: object) -> None:
         raise UserError("no such ZeRO stage", expected="0, 1, 2 or 3", got=repr(stage), instead="stage=3")
 
 
-def _check_files(offload: Offload | None, disk: object, step_time: object, tokens: object, *, searched: bool) -> None:
-    """Refuse a `step_time` that is no time, and questions about files without files.
-
-    searched: may ways be found that have files on the disk?
-    """
-    if step_time is not None and not (isinstance(step_time, (int, float)) and 0 < step_time < math.inf):
-        raise UserError("step_time counts seconds", got=repr(step_time), instead="step_time=2.5")
+def _check_files(offload: Offload | None, machine: Machine, step: Step) -> None:
+    """Refuse questions about files without files. Where a device's memory is known, ways with files may be found."""
     on_disk = offload is not None and any(NVME in offload.tiers(kind) for kind in STATES)
-    about = {"disk": None if searched else disk, "step_time": step_time, "tokens": tokens}
+    disk = machine.disk if machine.limit is None else None
+    about = {"Machine.disk": disk, "Step.seconds": step.seconds, "Step.tokens": step.tokens}
     for name, value in about.items():
         if value is not None and not on_disk:
             raise UserError(f"{name} is about files, and nothing rests in any", instead='offload="nvme"')
-    if tokens is not None and disk is None:
-        raise UserError("tokens need to know what the disk moves", instead="disk=, from zeroshard io-bench DIR")
+    if step.tokens is not None and machine.disk is None:
+        what = "Step.tokens need to know what the disk moves"
+        raise UserError(what, instead='Machine(disk="disk.json"), from zeroshard io-bench DIR')
 
 
 def _plan_job(job: str | Callable[[], Any], asked: Asked) -> Plan:

@@ -72,11 +72,14 @@ def count(text: str | float, name: str = "params") -> int:
 
 
 def whole(name: str, value: object, most: int) -> None:
-    """Refuse a value that is no whole number from 1 to `most`. name: of the argument."""
+    """Refuse a value that is no whole number from 1 to `most`. name: of an argument, or a field: "Machine.ranks"."""
+    kind, _, field = name.rpartition(".")
+    before, after = (f"{kind}({field}=", ")") if kind else (f"{name}=", "")
     if type(value) is not int or value < 1:
-        raise UserError(f"{name} must be a whole number of at least 1", got=repr(value), instead=f"{name}=1")
+        instead = f"{before}1{after}"
+        raise UserError(f"{name} must be a whole number of at least 1", got=repr(value), instead=instead)
     if value > most:
-        raise UserError(f"{name} must be at most {most}", got=repr(value), instead=f"{name}={most}")
+        raise UserError(f"{name} must be at most {most}", got=repr(value), instead=f"{before}{most}{after}")
 
 
 def plain(value: Fraction | int) -> int | float:

@@ -186,7 +186,9 @@ def recipe(preset: str = "zeroshard", *, optimizer: str | None = None, custom: s
         raise UserError("no such preset of bytes per parameter", got=repr(preset), instead=nearest(preset, PRESETS))
     if custom is not None:
         if optimizer is not None:
-            raise UserError("bytes and optimizer both say what the optimizer keeps", instead="one of the two")
+            raise UserError(
+                "Model.bytes and Model.optimizer both say what the optimizer keeps", instead="one of the two"
+            )
         return _custom(custom)
     chosen = PRESETS[preset]
     if optimizer is None:
@@ -264,7 +266,7 @@ def _custom(text: str) -> Recipe:
     for needed in ("parameters", "gradients"):
         if needed not in states:
             raise UserError(
-                f"bytes does not say how many the {needed} take", got=repr(text), instead=f"{needed}=2,{text}"
+                f"Model.bytes does not say how many the {needed} take", got=repr(text), instead=f"{needed}=2,{text}"
             )
     parameters, gradients = states.pop("parameters"), states.pop("gradients")
     if not parameters:

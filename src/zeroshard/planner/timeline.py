@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import UserError
 from ..events import Event
 from ..stage import Seat
-from .machines import Machine
+from .machines import Cluster
 from .overheads import (
     NONE,
     Facts,
@@ -75,7 +75,7 @@ class Timeline:
 
 def replay(
     events: Sequence[Event],
-    machine: Machine,
+    machine: Cluster,
     *,
     ranks: int,
     updated_nbytes: int,
@@ -160,7 +160,7 @@ def chrome(line: Timeline, rank: int) -> dict[str, Any]:
 
 class _Clock:
     def __init__(
-        self, machine: Machine, ranks: int, replica: int, replicas: int, ordered: bool, along: Mapping[int, Seat],
+        self, machine: Cluster, ranks: int, replica: int, replicas: int, ordered: bool, along: Mapping[int, Seat],
         facts: Mapping[int, Facts], units: Mapping[str, set[int]],
     ) -> None:  # fmt: skip
         self.machine, self.ranks, self.ordered = machine, ranks, ordered

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..ranks.comm import Over, Reduce
 from .asked import Asked
-from .machines import Machine
+from .machines import Cluster
 from .overheads import Facts, step
 from .recipes import Bytes
 from .traffic import Moved, Traffic, links
@@ -79,7 +79,7 @@ class Way(NamedTuple):
 class Ways(NamedTuple):
     """All ways that were compared, those that take least time first."""
 
-    machine: Machine
+    machine: Cluster
     nodes: int
     limit: int  # bytes of one device
     ways: tuple[Way, ...]
@@ -176,7 +176,7 @@ def meetings(*, sharded: bool, backwards: int, clips: bool = False) -> int:
     return 1 + (3 + sharded) * backwards + 2 * clips
 
 
-def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, asked: Asked) -> float:
+def overhead(plan: StagePlan, machine: Cluster, replicas: int, reduce: Reduce, asked: Asked) -> float:
     """Estimate the seconds of a step that go to the engine's launches, waits for the device, and meetings."""
     placed, recipe, moved = asked.placements(plan.stage), asked.recipe, plan.traffic
     ranks, backwards = asked.ranks, asked.accumulate
@@ -195,7 +195,7 @@ def overhead(plan: StagePlan, machine: Machine, replicas: int, reduce: Reduce, a
 
 
 def seconds(
-    moved: Traffic, machine: Machine, ranks: int, replicas: int, buckets: int, reduce: Reduce = "ordered"
+    moved: Traffic, machine: Cluster, ranks: int, replicas: int, buckets: int, reduce: Reduce = "ordered"
 ) -> float:
     """Estimate the seconds of a step's messages on one rank, one after the other: each bucket's once for each pass."""
     group = ranks // replicas
@@ -222,7 +222,7 @@ def _each(nbytes: int, messages: float, ranks: int, time_of: Callable[[float, in
     return messages * time_of(nbytes / messages, ranks) if nbytes and messages else 0.0
 
 
-def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Machine, *, spread: bool, hosts: bool) -> Ways:
+def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Cluster, *, spread: bool, hosts: bool) -> Ways:
     """Plan every mesh at every stage asked for, and sort the ways by time.
 
     plan_of: the plan of a question. spread, hosts: see `meshes`.

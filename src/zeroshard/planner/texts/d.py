@@ -8,6 +8,7 @@ from ...explain.frames import backward_frames
 from ...stage import STAGES
 from .. import traffic
 from ..plan import plan
+from ..question import Machine, Model
 from . import tiny
 from .arithmetic import bf16
 from .lines import (
@@ -147,7 +148,7 @@ def _large() -> Table:
 
 def _buffers(stage: int) -> Fraction:
     """Plan the GB of reductions' buffers at the peak of backward: 7B parameters in 32 equal blocks on 8 GPUs."""
-    (found,) = plan(params=7 * GB, preset="paper", ranks=8, units=32, stage=stage).stages
+    (found,) = plan(Model(7 * GB, preset="paper", units=32), Machine(ranks=8), stage=stage).stages
     return Fraction(max(each.nbytes.get("reduce", 0) for each in found.instants), GB)
 
 

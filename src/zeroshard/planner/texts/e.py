@@ -7,6 +7,7 @@ from fractions import Fraction
 from ...stage import STAGES
 from .. import closed, files, traffic
 from ..plan import plan
+from ..question import Machine, Model
 from .lines import GB, PAPER, PASSES, Table, Text, held, line, table
 
 
@@ -97,7 +98,7 @@ def _ten_billion() -> Table:
 
 def _in_files() -> Table:
     """Count what a rank's GPU holds and its files move in a step of stage 3 where nothing rests on the GPU."""
-    (found,) = plan(params=10 * GB, preset="paper", ranks=8, units=32, stage=3).stages
+    (found,) = plan(Model(10 * GB, preset="paper", units=32), Machine(ranks=8), stage=3).stages
     passing = max(sum(each.nbytes.values()) for each in found.instants)
     moves = files.closed_moves(closed.at_rest(10 * GB, 8, STAGES[3], PAPER), STAGES[3], mastered=True)
     return table(

@@ -43,7 +43,7 @@ def train():
         ("train:job", "job"),
         ("path/to/train.py:job", "job"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__ if callable(value) else f"{value}",  # the same in each of xdist's workers
 )
 def test_a_model_is_known_by_what_it_looks_like(tmp_path, monkeypatch, model, form):
     (tmp_path / "folder" / "with:colon").mkdir(parents=True)

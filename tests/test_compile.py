@@ -12,8 +12,8 @@ import models
 import ranks
 import test_bits
 import zeroshard
-from zeroshard import Comm, Offload, Precision
-from zeroshard.errors import StateError
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.errors import StateError, UserError
 
 STEPS = 3
 BACKEND = "aot_eager"  # traces and partitions as inductor does, and needs no C++ compiler
@@ -189,6 +189,38 @@ def test_a_compiled_backward_is_refused(stage):
         pytest.raises(StateError, match="(?s)backward is compiled.*instead: compile the model or its forward alone"),
     ):
         out.backward()
+
+
+def with_a_program_inside(stage, made):
+    """The weights of a model one of whose parts is a program of torch's: scripted, or traced."""
+    torch.manual_seed(0)
+    part = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    inside = torch.jit.script(part) if made == "script" else torch.jit.trace(part, torch.ones(2, 4))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), inside, torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zero = None if stage is None else zeroshard.shard(model, optimizer, stage=stage)
+    for step in range(2):
+        model(torch.full((2, 4), step + 1.0)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered() if zero is not None else contextlib.nullcontext():
+        return test_bits.reference.weights(model)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_script_is_no_unit():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.jit.script(torch.nn.Linear(4, 4)))
+    with pytest.raises(UserError, match="(?s)takes no hooks, and cannot be a unit.*got: '1'"):
+        zeroshard.shard(model, None, layout=Layout(units=["0", "1"]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("made", ["script", "trace"])
+def test_a_part_may_be_a_program_of_torchs(made):
+    """What is refused is to make one of a sharded model."""
+    want = with_a_program_inside(None, made)
+    for stage in (0, 1, 3):
+        test_bits.reference.assert_same(with_a_program_inside(stage, made), want)
 
 
 @pytest.mark.row(63)

@@ -122,6 +122,13 @@ def test_a_model_converted_behind_shard_is_told_of_precision(stage, convert):
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
+def test_another_memory_format_behind_shard_is_told_that_weights_lie_contiguous():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3))
+    zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=3)
+    with pytest.raises(ReleasedError, match="(?s)another memory format.*got: torch.channels_last.*weights lie contig"):
+        model.to(memory_format=torch.channels_last)
+
+
 def of_deepspeed(folder):
     (folder / "global_step10").mkdir()
     (folder / "latest").write_text("global_step10")

@@ -108,10 +108,17 @@ def _refused_conversion(func: Any, args: Any, kwargs: Any) -> ReleasedError | No
     """Return the error if this converts or moves a parameter whose values are elsewhere; None if it does not."""
     if (found := _conversion(func, args, kwargs)) is None:
         return None
-    device, dtype, _ = found
+    device, dtype, memory_format = found
     with torch._C.DisableTorchFunctionSubclass():
         own_dtype, own_device = args[0].dtype, args[0].device
     dtype, device = dtype or own_dtype, device or own_device
+    if (dtype, device) == (own_dtype, own_device):
+        return ReleasedError(
+            "a sharded parameter was given another memory format while it is not gathered",
+            where=f"parameter {args[0]._zeroshard.name!r}",
+            got=f"{memory_format}",
+            instead="leave it out: weights lie contiguous in their bucket, and inputs may have any memory format",
+        )
     said = said_at_shard(dtype if dtype is not own_dtype else None, device if device != own_device else None)
     return ReleasedError(
         "a sharded parameter was converted or moved while it is not gathered",

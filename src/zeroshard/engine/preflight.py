@@ -393,7 +393,7 @@ class Structure:
         called: in a forward, tensors may stand in for parameters: that is `torch.func.functional_call`.
         """
         for table, key, value, name in self._entries:
-            now = table.get(key)
+            now = table[key] if key in table else None  # noqa: SIM401  a scripted module's table has no `get`
             stands_in = called and isinstance(now, Tensor) and not isinstance(now, nn.Parameter)
             if (now is not value and not stands_in) or (
                 id(value) in self._managed and not hasattr(value, "_zeroshard")

@@ -265,6 +265,13 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
                 else f"{wanted.__name__} is not among {sorted({type(m).__name__ for _, m in modules})}"
             )
             raise UserError("Layout.units matches no module", got=repr(wanted), instead=hint)
+        for name, module in hits:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise UserError(
+                    "a script of torch's takes no hooks, and cannot be a unit",
+                    got=repr(name),
+                    instead="the module around it, in Layout(units=...)",
+                )
         result += hits
     order = {id(module): i for i, (_, module) in enumerate(modules)}
     return sorted(result, key=lambda pair: order[id(pair[1])])
@@ -279,8 +286,8 @@ def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     )
     for name, child in module.named_children():
         full = f"{path}.{name}" if path else name
-        if not any(True for _ in child.parameters()):
-            continue
+        if not any(True for _ in child.parameters()) or isinstance(child, torch.jit.ScriptModule):
+            continue  # a script takes no hooks: its parameters are of the unit around it
         if holds_blocks:
             result.append((full, child))
         elif isinstance(child, CONTAINERS) or _contains(child, CONTAINERS):

@@ -474,10 +474,12 @@ def hooks_between_modules_of(seeds):
             assert reference.first_difference(found, want) == "", (seed, stage)
 
 
-@pytest.mark.parametrize("seeds", [range(20), pytest.param(range(20, 220), marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "seeds", [range(20), *(pytest.param(range(at, at + 40), marks=pytest.mark.full) for at in range(20, 220, 40))]
+)
 def test_hooks_that_one_module_enters_and_another_leaves(ranks, seeds):
     """They get the tensors that they get in plain PyTorch, and the bits are those."""
-    ranks.run(1, hooks_between_modules_of, seeds)
+    ranks.run(1, hooks_between_modules_of, seeds, timeout=120.0)
 
 
 class Keeps(torch.autograd.Function):

@@ -18,7 +18,7 @@ from .transaction import Transaction
 from .unit import Unit
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Frame:
     """One running forward of a unit."""
 
@@ -68,17 +68,17 @@ class Forward(Transaction):
     def begin(self, frame: Frame) -> None:
         """Begin a forward inside those that run. Another thread may compute a part of one, but not beside a third."""
         self.frames.append(frame)  # first: two threads may be here at once, and one of them sees the other's
-        others = self.frames[: self.frames.index(frame)]
-        if others and others[-1].thread != frame.thread:
-            other = others[-1]
-            if frame.module is other.module or all(each is not frame.module for each in other.module.modules()):
-                self.frames.remove(frame)
-                raise StateError(
-                    "two threads compute parts of one forward at once",
-                    where=f"units {other.unit.name!r} and {frame.unit.name!r}",
-                    expected="one part after the other: units are gathered and released in one order",
-                    instead="call them one after the other, on one thread",
-                )
+        at = self.frames.index(frame)
+        if not at or (other := self.frames[at - 1]).thread == frame.thread:
+            return
+        if frame.module is other.module or all(each is not frame.module for each in other.module.modules()):
+            self.frames.remove(frame)
+            raise StateError(
+                "two threads compute parts of one forward at once",
+                where=f"units {other.unit.name!r} and {frame.unit.name!r}",
+                expected="one part after the other: units are gathered and released in one order",
+                instead="call them one after the other, on one thread",
+            )
 
     def inside(self, unit: Unit) -> bool:
         """Tell if the innermost running forward is this unit's."""

@@ -138,7 +138,6 @@ def _words(need: Need) -> str:
 
 def searched(assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], most: Need) -> tuple[Fixed, Numbers]:
     """Return the search of one stage and layout, and the formats of states, as the model's parameters have them."""
-
     recipe = recipe_of(assembly, optimizers)
     specs, layout, comm = assembly.specs, assembly.layout, assembly.comm
     numel = sum(spec.numel for spec in specs)
@@ -158,20 +157,20 @@ def searched(assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], mo
 def recipe_of(assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> Recipe:
     """Return the bytes per parameter of a model's formats and its optimizer's states. Raises `UserError` for a model
     or optimizers of which no recipe is known."""
-
-    dtypes = sorted({str(record.dtype) for record in assembly.managed if record.param.requires_grad})
+    dtypes = sorted({record.dtype for record in assembly.managed if record.param.requires_grad}, key=str)
     kinds = sorted({type(optimizer).__name__ for optimizer in optimizers})
     instead = "Offload(...) by hand; zeroshard plan MODULE:FUNCTION counts what any program holds"
-    for what, found in (("dtypes of parameters", dtypes), ("optimizers", kinds)):
+    several: dict[str, Sequence[object]] = {"dtypes of parameters": dtypes, "optimizers": kinds}
+    for what, found in several.items():
         if len(found) > 1:
-            raise UserError(f'Offload("auto") counts {what} of one kind', got=", ".join(found), instead=instead)
+            raise UserError(
+                f'Offload("auto") counts {what} of one kind', got=", ".join(map(str, found)), instead=instead
+            )
     if assembly.asked.along:
         raise UserError(
             'Offload("auto") does not count parameters along an axis', got="Layout(along=...)", instead=instead
         )
-    precision = _of_dtype(
-        assembly.precision, next(iter({r.dtype for r in assembly.managed if r.param.requires_grad}), None)
-    )
+    precision = _of_dtype(assembly.precision, dtypes[0] if dtypes else None)
     try:
         recipe = formats.engines(precision, kinds[0] if kinds else None)
     except UserError as error:

@@ -101,6 +101,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT))
 
 
+def pytest_report_teststatus(report, config):
+    """Print a failure's name where it happens: a run that is stopped at a time limit prints no summary."""
+    if report.failed and config.get_verbosity() == 0:
+        kind = "failed" if report.when == "call" else "error"
+        return kind, f"\n{kind} {report.nodeid}\n", kind.upper()
+    return None
+
+
 def pytest_collection_finish():
     """A collection inside a test walks what the tests made, not torch and the tests themselves, which takes 0.3 s each."""
     gc.collect()

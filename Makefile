@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
-.PHONY: install demo test tools full drawn slow check docs bench gpu oldest newest trainers ray web release
+.PHONY: install demo test tools full pairs drawn slow check docs bench gpu oldest newest trainers ray web release
 
 install: .venv/installed
 
@@ -22,14 +22,17 @@ test: install ## every claim of the engine at least once; tests/selection.py say
 tools: install ## the same of commands, planner, page, texts, trainers and the formats of others
 	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/tools.json tests/tools
 
-full: install ## the rest: any two values of a test's parameters, tests of over a second, and in processes what make test runs as threads
-	$(BIN)/pytest -m "(full or worlds) and not slow" -n 3 --dist loadfile --seconds=run/ci/full.json
+full: install ## the rest: every value of a test's parameters, tests of over a second, and in processes what make test runs as threads
+	$(BIN)/pytest -m "(full or worlds) and not (pairs or slow)" -n 3 --dist loadfile --seconds=run/ci/full.json
 
 drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; docs/worlds.md. SEEDS=n
 	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \
 	../$(BIN)/pytest -q -m "not slow" --worlds=$$seed test_bits.py test_gradients.py test_checkpoint.py test_split.py
 
-slow: install ## an hour or more: what is marked slow, and all combinations of a test's parameters that full leaves out
+pairs: install ## an hour: any two values of a test's parameters that full has not in one test
+	$(BIN)/pytest -m "pairs and not slow" -n 3 --dist loadfile
+
+slow: install ## an hour or more: what is marked slow, and all combinations of a test's parameters that pairs leaves out
 	$(BIN)/pytest -m slow -n 3 --dist loadfile
 
 check: install ## format, lint, types, layers, public names

@@ -38,10 +38,11 @@ MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
     "full": "left to `make full`: set by itself on what `make test` need not run (selection.py), or by hand: over a second",
     "processes": "runs its ranks in processes, with --worlds too",
-    "worlds": "has its ranks in worlds in `make test`, so that `make full` runs it again (set by itself)",
+    "pairs": "left to `make pairs`: of its parameters only two values together are new (set by itself)",
+    "worlds": "has its ranks in worlds in `make test`, and no other test of its function is in `make full`, which runs it again (set by itself)",
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of docs/trust-table.md, as a name with rowN in it does",
-    "slow": "left to `make slow`: by hand, or a combination that `make full` need not have; skipped with --fast",
+    "slow": "left to `make slow`: by hand, or a combination of three and more values; skipped with --fast",
 }
 
 hypothesis.settings.register_profile("zeroshard", deadline=None, derandomize=True, print_blob=True)

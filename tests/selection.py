@@ -5,9 +5,9 @@
                 functions share them out, so that each file still runs at every stage and every number of ranks that it has
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
-    make full   all other values of the parameters, and what is marked `full` by hand: tests of over a second; and, once
-                more, what `make test` runs in worlds. Of three and more parameters of a test that starts ranks any two
-                values meet
+    make full   every value of every parameter at least once, and what is marked `full` by hand: tests of over a second;
+                and in processes one test of each function that `make test` runs in worlds
+    make pairs  any two values of two parameters of a test that starts ranks, where `make full` has not both in one test
     make slow   what is marked `slow` by hand, and all other combinations of three and more parameters
 
 What a function runs with never differs between runs.
@@ -38,7 +38,6 @@ STAGES = [
     pytest.param(stage, marks=[pytest.mark.full] * (stage in (0, 2))) for stage in range(4)
 ]  # of what takes seconds
 BY_HAND = {"test_claims"}  # files that say themselves which of their tests are `full`
-MANY = 3  # parameters, of which `make full` has not every combination
 FEW = 2  # ranks: fewer share nothing, more cost more
 PROCESSES = {  # files whose ranks have to be processes: with memory, sockets, signals or a device of their own
     "test_budgets", "test_checkpoint_faults", "test_compile", "test_delays", "test_device",
@@ -131,27 +130,31 @@ def mark(items: Sequence[Any]) -> None:
         for at, item in enumerate(found):
             if at not in kept:
                 item.add_marker(pytest.mark.full)
-            elif starts_ranks(item) and not needs_processes(item):
-                item.add_marker(pytest.mark.worlds)
-    _leave_to_slow([item for item in items if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu"))])
-
-
-def _leave_to_slow(items: Sequence[Any]) -> None:
-    """Mark `slow` the combinations in which no two values meet that do not in another, which `make full` has."""
     functions: dict[str, list[Any]] = {}
     for item in items:
-        if len(parameters(item)) >= MANY:
+        if starts_ranks(item) and not any(item.get_closest_marker(mark) for mark in ("slow", "gpu")):
             functions.setdefault(function(item), []).append(item)
     for name, found in functions.items():
-        if starts_ranks(found[0]):
-            pairs = [{*itertools.combinations(sorted(parameters(item).items()), 2)} for item in found]
-            quick = {at for at, item in enumerate(found) if not item.get_closest_marker("full")}
-            met: set[Any] = set().union(*(pairs[at] for at in quick))
-            order = list(range(len(found)))
-            random.Random(name).shuffle(order)
-            kept = quick | set(cover([each - met for each in pairs], order))
-            for at in {*order} - kept:
-                found[at].add_marker(pytest.mark.slow)
+        _leave_to_pairs_and_slow(name, found)
+
+
+def _leave_to_pairs_and_slow(name: str, found: Sequence[Any]) -> None:
+    """Mark tests of one function on ranks: `pairs` where it brings two values together, and no value that is new; `slow`
+    where it brings nothing. Mark `worlds` one that `make test` runs, if no other test of the function is in `make full`."""
+    order = list(range(len(found)))
+    random.Random(name).shuffle(order)
+    kept = quick = {at for at, item in enumerate(found) if not item.get_closest_marker("full")}
+    for mark, size in ((pytest.mark.pairs, 1), (pytest.mark.slow, 2)):
+        groups = [{name, *itertools.combinations(sorted(parameters(item).items()), size)} for item in found]
+        met: set[Any] = set().union(*(groups[at] for at in kept))
+        kept = kept | set(cover([each - met for each in groups], order))
+        for at in {*order} - kept:
+            found[at].add_marker(mark)
+    full = [item for item in found if item.get_closest_marker("full") and not item.get_closest_marker("pairs")]
+    if not full:
+        for at in quick:
+            if not needs_processes(found[at]):
+                found[at].add_marker(pytest.mark.worlds)
 
 
 def _many_ranks(item: Any) -> int:

@@ -1,4 +1,4 @@
-"""What `make test`, `make full` and `make slow` run: every test in one of them, every claim in the first."""
+"""What `make test`, `full`, `pairs` and `slow` run: every test in one of them, every claim in the first."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import ranks
 import selection
 
 MAKEFILE = (Path(__file__).parents[1] / "Makefile").read_text()
-SETS = {name: re.search(rf'^{name}:.*\n.*pytest -m "?([\w ()]+?)"?(?: -|$)', MAKEFILE, re.MULTILINE)[1] for name in ("test", "full", "slow")}  # fmt: skip
+SETS = {name: re.search(rf'^{name}:.*\n.*pytest -m "?([\w ()]+?)"?(?: -|$)', MAKEFILE, re.MULTILINE)[1] for name in ("test", "full", "pairs", "slow")}  # fmt: skip
 
 
 def sets(item):
     """The targets that run it, by the marks that its own target's `-m` asks for."""
-    marks = {name: item.get_closest_marker(name) is not None for name in ("full", "slow", "worlds")}
+    marks = {name: item.get_closest_marker(name) is not None for name in ("full", "pairs", "slow", "worlds")}
     return [name for name, asked in SETS.items() if eval(asked, {}, marks)]
 
 
@@ -34,12 +34,16 @@ def collected(request):
 
 
 def test_every_test_is_in_exactly_one_set(collected):
-    """But what `make test` runs in worlds is also in `make full`, which runs it in processes."""
+    """But of what `make test` runs in worlds each function has a test in `make full`, which runs it in processes."""
     worlds = {item.nodeid: item.get_closest_marker("worlds") is not None for item in collected}
     found = {item.nodeid: sets(item) for item in collected}
     wrong = {test: of for test, of in found.items() if (of != ["test", "full"] if worlds[test] else len(of) != 1)}
     assert wrong == {}
     assert not any(worlds[item.nodeid] and selection.needs_processes(item) for item in collected)
+    in_full = {selection.function(item) for item in collected if "full" in found[item.nodeid]}
+    threads = [item for item in collected if "test" in found[item.nodeid] and selection.starts_ranks(item)]
+    threads = [item for item in threads if not selection.needs_processes(item)]
+    assert [item.nodeid for item in threads if selection.function(item) not in in_full] == []
 
 
 def test_make_test_runs_every_function(collected):
@@ -115,7 +119,7 @@ def grid(test, file="a.py", **parameters):
 
 def kept(items):
     selection.mark(items)
-    return [item.callspec.params for item in items if not item.marks & {"full", "slow"}]
+    return [item.callspec.params for item in items if not item.marks & {"full", "pairs", "slow"}]
 
 
 def test_functions_on_ranks_share_out_the_stages_and_ranks_of_their_file():
@@ -132,17 +136,24 @@ def test_what_may_run_on_any_number_of_ranks_runs_on_two():
     assert [worlds.count(world) for world in range(1, 5)] == [1, 17, 1, 1]
 
 
-def test_any_two_values_meet_in_what_is_not_slow():
-    """Of 64 combinations 16 at least; what starts no ranks, and two parameters, are left whole."""
-    found = grid(on_ranks, kind="abcd", how="wxyz", stage=range(4))
-    selection.mark(found)
-    left = [tuple(item.callspec.params.values()) for item in found if "slow" not in item.marks]
-    assert 16 <= len(left) <= 24
-    for at, other in itertools.combinations(range(3), 2):
-        assert len({(case[at], case[other]) for case in left}) == 16
-    for whole in (grid(in_process, kind="abcd", how="wxyz", stage=range(4)), grid(on_ranks, kind="abcd", how="wxyz")):
+def values_in(items, size, *without):
+    """Any `size` values that are together in one of the tests that none of these marks leaves out."""
+    cases = [sorted(item.callspec.params.items()) for item in items if not item.marks & set(without)]
+    return len(cases), {each for case in cases for each in itertools.combinations(case, size)}
+
+
+def test_every_value_is_in_what_is_not_left_to_pairs_and_any_two_in_what_is_not_slow():
+    """Of 64 combinations 4 have every value, and 16 at least any two; of two parameters 16 are all that there are."""
+    for parameters in ({"kind": "abcd", "how": "wxyz", "stage": range(4)}, {"kind": "abcd", "how": "wxyz"}):
+        found = grid(on_ranks, **parameters)
+        selection.mark(found)
+        for size, marks, least, most in ((1, ("pairs", "slow"), 4, 7), (2, ("slow",), 16, 24)):
+            count, met = values_in(found, size, *marks)
+            assert least <= count <= most
+            assert met == values_in(found, size)[1]
+    for whole in (grid(in_process, kind="abcd", how="wxyz", stage=range(4)), grid(on_ranks, kind="abcd")):
         selection.mark(whole)
-        assert not any("slow" in item.marks for item in whole)
+        assert not any(item.marks & {"pairs", "slow"} for item in whole)
 
 
 def test_a_table_that_starts_no_ranks_runs_whole():

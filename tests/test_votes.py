@@ -177,6 +177,43 @@ WHY = {
     "gradient": "an exception ended backward ",
     "step": VOTES,
 }
+ALONE = {
+    "all_reduce": lambda value: dist.all_reduce(value),
+    "barrier": lambda value: dist.barrier(),
+    "broadcast": lambda value: dist.broadcast(value, 0),
+    "scatter": lambda value: dist.scatter(value, [value, value + 1] if rank_processes.rank() == 0 else None, 0),
+    "objects": lambda value: dist.broadcast_object_list([value], 0),
+}
+
+
+def evaluated_alone(collective: str):
+    """What rank 0 is told that evaluates alone at stage 3, while the others wait for its result."""
+    model, *_ = built(3, {})
+    model(batch(0)).square().mean().backward()
+    value, told = torch.zeros(1), ""
+    try:
+        if rank_processes.rank() == 0:
+            with torch.no_grad():
+                value[0] = model(batch(1)).mean()
+    except PeerError as error:
+        told = str(error)
+    ALONE[collective](value)
+    return told
+
+
+@pytest.mark.row(3)
+@pytest.mark.parametrize("collective", ALONE)
+def test_a_rank_that_evaluates_alone_is_told_the_cure(ranks, collective):
+    """At once, not at the end of the time-out, whichever collective the others wait for its result in."""
+    told, *others = ranks.run(2, evaluated_alone, collective, **LIMITS)
+    name, whom = {"objects": ("broadcast", "rank 0"), "barrier": ("barrier", "all ranks")}.get(
+        collective, (collective, "all ranks" if collective == "all_reduce" else "rank 0")
+    )
+    assert f"rank 1: its program waits for {whom} in torch.distributed.{name}" in told
+    assert "or with zero.gathered(): ... any of them calls it, without grad" in told
+    assert others == [""]
+
+
 ONCE = {1: [[0]]}
 AGAIN = {0: [[1]], 2: [[0], [1], [1]]}
 

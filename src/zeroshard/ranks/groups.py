@@ -37,7 +37,7 @@ from .calls import Call
 from .comm import Comm, Transport, mesh_told
 from .ending import BY_ITSELF, Ending
 from .launcher import could_not_meet, find_master
-from .left import Left
+from .left import WAITS, Left
 from .shared_memory import SharedStream, cannot_share, share
 from .streams import Stream
 from .watch import ENDED, GONE, PATIENCE, Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
@@ -48,6 +48,7 @@ CONNECTING = 4 << 20  # bytes of a collective for which backends connect ranks a
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
 _TORCHS = dist.is_initialized.__code__.co_filename  # as its compiled file says, wherever that lies now
 _OF_ALL = ("all_", "barrier", "monitored_barrier", "reduce_scatter")  # no rank gets through these before all have come
+_OF_SOURCE = ("broadcast", "scatter")  # no other rank gets through these before their source has come
 ABORTING = 10.0  # seconds in which aborts return, unless the device waits for something else
 
 
@@ -187,15 +188,19 @@ def stands_in(thread: int, rank: int, launched: Mapping[str, int]) -> str:
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename == _TORCHS and code.co_name.startswith(_OF_ALL) and "group" in code.co_varnames:
-            group: Any = frame.f_locals.get("group")
+        name, here = code.co_name, frame.f_locals
+        if code.co_filename == _TORCHS and name.startswith((*_OF_ALL, *_OF_SOURCE)) and "group" in code.co_varnames:
+            group: Any = here.get("group")
+            whom = "all ranks" if name.startswith(_OF_ALL) else f"rank {rank}"
             try:
                 # A call that has not come to its collective, or is through it, may not have looked its group up.
                 found = group is not None and rank in members_of(group)
                 found = found and launched.get(group.group_name, 0) < group._get_sequence_number_for_group()
+                if name.startswith(_OF_SOURCE):
+                    found = found and here["group_src"] == dist.get_group_rank(group, rank)
             except (KeyError, ValueError, RuntimeError):  # the group is being made, or is gone
                 found = False
-            return f"its program waits for all ranks in torch.distributed.{code.co_name}" if found else ""
+            return f"{WAITS}{whom} in torch.distributed.{name}" if found else ""
         frame = frame.f_back
     return ""
 

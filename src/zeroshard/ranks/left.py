@@ -6,7 +6,7 @@ its next verb of zeroshard's, which would tell them, comes after the vote. So a 
 some of those that it waits for, by the watch (`watch.py`). What they say is a fact about themselves, as others see it:
 
     open       an exception has ended a transaction or a verb: the rank launches nothing before all have levelled that
-    stands in  its program waits for this rank in a collective over a group of its own
+    stands in  its program waits for this rank in a collective over a group of its own: a vote, or a broadcast from it
     forward    its last forward raised, and was ended on all ranks together: no backward can follow that one
 
 A rank stops waiting only if the other one has not launched the collective that it waits for (`keeps`). So nothing
@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+WAITS = "its program waits for "  # how the words begin for a rank that stands in a collective of its program's
 LOOKS = 16  # ranks that a waiting rank looks at, at a time: it tells all the others what it finds
 
 

@@ -31,7 +31,7 @@ from .agreement import Progress, refuse_forked
 from .calls import Call
 from .ending import BY_ITSELF, Ending
 from .groups import Groups, launches
-from .left import LOOKS, next_looked_at
+from .left import LOOKS, WAITS, next_looked_at
 from .shared_memory import SharedStream, join_launched
 from .streams import Launch, Stream, prune
 from .watch import ENDED, GONE, PATIENCE
@@ -226,12 +226,16 @@ class Link:
         if groups.queued:  # its device may wait for what they never launch, and their program's vote for its device
             groups.end(groups.levellings + 1)
         groups.call = groups.call or Call()
+        again = (
+            "catch this error here and the other rank's error there, vote if you like, "
+            "and try again on every rank, from zero_grad() or the call that was left; or end the program"
+        )
+        waits = all(why.startswith(WAITS) for why in left.values())  # then no rank need have raised an error
         raise PeerError(
             "another rank has left what this rank is at, which all ranks do together",
             where=where,
             got="; ".join(f"rank {rank}: {why}" for rank, why in sorted(left.items())),
-            instead="catch this error here and the other rank's error there, vote if you like, "
-            "and try again on every rank, from zero_grad() or the call that was left; or end the program",
+            instead=f"{EVERY_RANK}. After an error on the other rank: {again}" if waits else again,
         )
 
     def level(self, why: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
 from functools import partial
@@ -754,6 +755,28 @@ def test_rows_that_a_forward_edits_are_refused(kind):
         with pytest.raises(UserError, match=rf"(?s)parameter '0\.weight', {kind.__name__}\(max_norm=0\.5\).*renorm"):
             zeroshard.shard(model, None, stage=stage)
     zeroshard.shard(model, None, layout=Layout(ignore=["0.weight"]))
+
+
+KEPT = {  # a weight's memory by another way, and the name of that
+    "w": lambda model: setattr(model, "w", model.weight.detach()),
+    "w[1]": lambda model: setattr(model, "w", [None, model.weight.data[:2]]),
+    "w['tied']": lambda model: setattr(model, "w", {"tied": model.weight.data.T}),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", KEPT)
+def test_an_attribute_in_a_weights_memory_is_refused(name, stage):
+    """A forward that reads it would read what the weight was, without a word; the parameter itself, in a list too, and
+    a weight that spectral norm makes anew before each forward are none."""
+    model = nn.Linear(4, 4)
+    KEPT[name](model)
+    with pytest.raises(
+        UserError, match=rf"(?s)attribute {re.escape(repr(f'1.{name}'))} and parameter '1\.weight'.*clone"
+    ):
+        zeroshard.shard(nn.Sequential(nn.Linear(4, 4), model), None, stage=stage)
+    model.w = [model.weight, torch.zeros(4), "a word"]
+    zeroshard.shard(nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), model), None, stage=stage)
 
 
 def test_the_remedy_for_rows_that_a_forward_edits_bounds_them():

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ..device import ask
 from ..device import describe as device_facts
@@ -95,7 +97,11 @@ def _plain_instead(name: str, param: nn.Parameter) -> str:
             "a plain tensor, which shard(..., precision=Precision(fp8=[...])) gathers in 8 bits; of torchao's linears "
             "Float8LinearConfig(enable_fsdp_float8_all_gather=False)"
         )
-    return f"Layout(ignore=[{name!r}]), or store it as real numbers in a plain tensor"
+    ignored = f"Layout(ignore=[{name!r}]), which keeps all of it on every rank"
+    ignored += ", where the program averages its gradient" * param.requires_grad
+    if param.is_complex():
+        return f"nn.Parameter(torch.view_as_real(weight)), and torch.view_as_complex(...) in forward; or {ignored}"
+    return f"a plain tensor of its numbers; or {ignored}"
 
 
 def check_trained(name: str, dtype: torch.dtype) -> None:
@@ -130,10 +136,12 @@ class Held(NamedTuple):
 
 
 def check_memory(model: nn.Module, managed: list[Managed]) -> None:
-    """Refuse, by name, parameters and buffers that lie in one memory: sharded, each would get memory of its own."""
+    """Refuse, by name, tensors of a model that lie in one memory: sharded, each would get memory of its own."""
     moved = {id(record.param) for record in managed}
     named: list[tuple[str, str, Tensor]] = [("parameter", *each) for each in model.named_parameters()]
     named += [("buffer", *each) for each in model.named_buffers()]
+    registered = {id(tensor) for _, _, tensor in named}
+    named += [("attribute", *each) for each in _attributes(model) if id(each[1]) not in registered]
     named = [(kind, plain_name(name), each) for kind, name, each in named]
     held = [
         Held(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _reach(tensor), order, kind, name, tensor)
@@ -148,15 +156,34 @@ def check_memory(model: nn.Module, managed: list[Managed]) -> None:
         for other in near:
             if ({id(each.tensor), id(other.tensor)} & moved) and _share(other.tensor, each.tensor):
                 first, second = sorted((each, other), key=lambda each: each.order)
-                tie = (
-                    f"{second.name} = {first.name}, one nn.Parameter, ties them; " if second.kind == first.kind else ""
-                )
+                tie = {
+                    "parameter": f"{second.name} = {first.name}, one nn.Parameter, ties them; ",
+                    "attribute": f"read {first.name} in forward, where its values are wanted; ",
+                }.get(second.kind, "")
+                article = "an" if second.kind == "attribute" else "a"
                 raise UserError(
-                    f"a {second.kind} lies in a parameter's memory, but sharded each gets memory of its own",
+                    f"{article} {second.kind} lies in a parameter's memory, but sharded each gets memory of its own",
                     where=f"{second.kind} {second.name!r} and parameter {first.name!r}",
                     instead=f"{tie}{first.name}.detach().clone() is a copy",
                 )
         near.append(each)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that modules have as plain attributes, also in a list, tuple or dict, each with its name.
+
+    But for what torch's own spectral norm makes anew before each forward.
+    """
+    for path, module in model.named_modules():
+        norms = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        prefix = f"{path}." * bool(path)
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and name not in norms:
+                yield prefix + name, value
+            several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
+            for key, each in several.items() if isinstance(several, dict) else ():
+                if isinstance(each, Tensor):
+                    yield f"{prefix}{name}[{key!r}]", each
 
 
 def check_buffers(model: nn.Module) -> None:

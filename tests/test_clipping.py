@@ -374,11 +374,24 @@ EDITS = (
     lambda g: g.clamp_(min=-1e-3),
     lambda g: g.neg_(),
     lambda g: g.sub_(0.25),
+    lambda g: g.mul_(torch.linspace(-1, 1, g.shape[-1])),
+    lambda g: g.masked_fill_(torch.arange(g.shape[-1]) % 3 == 0, 0.5),
+    lambda g: g.masked_fill_(torch.arange(g.numel()).view(g.shape) % 3 == 0, torch.tensor(0.5)),
+    lambda g: g.index_fill_(-1, torch.tensor([2, 0]), 0.25),
+    lambda g: g.__setitem__(slice(1, 4), 0),
+    lambda g: g.__setitem__(torch.arange(len(g)) % 2 == 0, 0.5),
+    lambda g: g.__setitem__(..., torch.linspace(-1, 1, g.shape[-1])),
+    lambda g: g.__setitem__((..., -1), torch.tensor(2.0)),
+    lambda g: torch._foreach_add_([g], [torch.linspace(-1, 1, g.numel()).view(g.shape)], alpha=0.5),
+    lambda g: torch._foreach_copy_([g], [torch.linspace(-1, 1, g.numel()).view(g.shape)]),
+    lambda g: torch._foreach_mul_([g], [0.3]),
+    lambda g: torch._foreach_sub_([g], 0.25),
 )
 
 
 def _edited(gradients):
     gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    assert len(gradients) >= len(EDITS)
     for number, gradient in enumerate(gradients.values()):
         EDITS[number % len(EDITS)](gradient)
     return gradients
@@ -441,7 +454,8 @@ REFUSED = {
     "norm-of-rows": lambda g: g.norm(dim=1),
     "norm-of-order-minus-1": lambda g: torch.linalg.vector_norm(g, -1.0),
     "norm-of-order-0": lambda g: g.norm(0),
-    "wrong-shape": lambda g: g.mul_(torch.ones(g.shape[1])),
+    "wrong-shape": lambda g: g.mul_(torch.ones(g.shape[1] + 1)),
+    "too-many-axes": lambda g: g.mul_(torch.ones(1, *g.shape)),
     "write-one-element": lambda g: g[0].zero_(),
 }
 
@@ -462,6 +476,28 @@ def between_steps(stage):
 
 def test_an_optimizer_that_reads_gradients_outside_its_step_is_told_where_it_may(stage):
     assert "instead: read it inside step(), where it is this rank's gradient" in ranks.run(1, between_steps, stage)[0]
+
+
+def phase_two(stage):
+    """What an optimizer that is made after `shard`, for a second phase, is told; and that its cure works."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model(torch.ones(2, 4)).square().sum().backward()
+    second = torch.optim.AdamW(model.parameters(), lr=0.1)
+    with pytest.raises(Error) as error:
+        second.step()
+    model.zero_grad()
+    zero.unshard()
+    zeroshard.shard(model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=stage)
+    model(torch.ones(2, 4)).square().sum().backward()
+    return f"{error.value}"
+
+
+def test_an_optimizer_that_shard_was_not_given_is_told_of_unshard(stage):
+    said = ranks.run(2, phase_two, stage)[0]
+    assert "instead: shard(model, optimizer) with this AdamW" in said
+    assert "zero.unshard() on every rank first" in said
 
 
 @pytest.mark.row(29)

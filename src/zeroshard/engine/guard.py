@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -134,6 +136,21 @@ def said_at_shard(dtype: torch.dtype | None, device: torch.device | None) -> str
     said = [f"precision=Precision(param_dtype={dtype})"] * (dtype is not None)
     said += [f'device="{device}"'] * (device is not None)
     return f"shard(..., {', '.join(said)}); or model.to(...) before shard(...)"
+
+
+def not_given(param: Tensor) -> str:
+    """Return what to write if an optimizer of the whole parameter is stepping, which `shard` was not given; else ""."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        who = frame.f_locals.get("self")
+        groups = who.param_groups if isinstance(who, torch.optim.Optimizer) else []
+        if any(each is param for group in groups for each in group["params"]):
+            return (
+                f"shard(model, optimizer) with this {type(who).__name__}, or a list of all optimizers; after a phase "
+                "with another one zero.unshard() on every rank first"
+            )
+        frame = frame.f_back
+    return ""
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import PeerError, ReleasedError, StateError
-from ..layout import Bucket
+from ..layout import Bucket, plain_name
 from ..numerics import Precision
 from ..ranks.calls import Call
 from ..ranks.comm import Comm
@@ -32,7 +32,7 @@ from .backward import Backward, in_backward
 from .buffer import Buffer
 from .forward import Forward, Frame
 from .gradient import Gradients
-from .guard import SavedTensors, weak
+from .guard import SavedTensors, not_given, weak
 from .modes import outside, refuse_inside
 from .reduction import Reduction
 from .script import Script
@@ -327,23 +327,30 @@ class Schedule:
                 "a sharded parameter was read while it is not gathered",
                 where=f"parameter {name!r}, rank {self.group.rank}",
                 expected="the model's own forward or backward",
-                instead="with zero.gathered(): ...   (on every rank). Call parts of the model through its forward"
-                f"{self._own_unit(unit, name)}; "
-                "move or convert it before shard(...); give its optimizer to shard(model, optimizer)",
+                instead=not_given(buffer.params[index])
+                or "with zero.gathered(): ...   (on every rank). Call parts of the model through its forward"
+                f"{self._own_units(unit, name)}; "
+                "move or convert it before shard(...)",
             )
         self._demand(unit)
         unit.touched = True
         unit.open()
 
-    def _own_unit(self, unit: Unit, name: str) -> str:
-        """Return advice on how a module of the root unit's could be called by itself; "" for other units."""
-        module = name.rpartition(".")[0]
-        if unit.name or not module:
+    def _own_units(self, unit: Unit, name: str) -> str:
+        """Return advice on how modules of the root unit's could be called by themselves; "" for other units."""
+        root = unit.modules[0]
+        callable_ = [
+            f"{plain_name(path)}."
+            for path, module in root.named_modules()
+            if module is not root and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        ]
+        slots = [slot.name for buffer in unit.buffers for slot in buffer.bucket.slots]
+        outermost = {slot: next((path for path in callable_ if slot.startswith(path)), "") for slot in slots}
+        if unit.name or not outermost[name]:
             return ""
-        units = dict.fromkeys(re.sub(r"\.\d+$", ".*", each) for other in self.units for each in other.names if each)
-        return (
-            f", or make {module!r} a unit, which can be called by itself: Layout(units={json.dumps([*units, module])})"
-        )
+        names = [each for other in self.units for each in other.names] + [each[:-1] for each in outermost.values()]
+        units = dict.fromkeys(re.sub(r"\.\d+$", ".*", each) for each in names if each)
+        return f", or make what is called by itself a unit: Layout(units={json.dumps([*units])})"
 
     def moved(self, buffer: Buffer) -> None:
         """Tell the watcher that a bucket's parameters rest in other memory now."""

@@ -18,6 +18,7 @@ from ..errors import StateError, without_own_lines
 from ..ranks.agreement import Group
 from ..strips import Elements
 from .accumulator import Accumulator, Entry
+from .guard import not_given
 from .scaler import unscale
 
 aten = torch.ops.aten
@@ -166,11 +167,14 @@ class ShardedGrad(Tensor):
         return StateError(
             f"a sharded gradient cannot answer {what}",
             where=f"gradient of {self._entry.slot.name!r}",
-            expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_ and elementwise edits in place",
+            expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_, elementwise edits in place by numbers and "
+            "tensors, as p.grad.mul_(mask), and p.grad[index] = value",
             instead=self._remedy(),
         )
 
     def _remedy(self) -> str:
+        if not self._is_fragment and (advice := not_given(self._entry.param)):
+            return advice
         if self._entry.updater is None:
             return "shard(model, optimizer), if this is a step: no optimizer that shard(...) was given updates it"
         if self._is_fragment:
@@ -184,6 +188,19 @@ class ShardedGrad(Tensor):
 
     def numpy(self, *, force: bool = False) -> NoReturn:
         raise self._cannot("numpy()")
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write a number or a tensor to an index, as to a plain gradient's: on every rank the same."""
+        shape, device = self._entry.slot.shape, self.device
+        chosen = torch.zeros(shape, dtype=torch.bool, device=device)
+        chosen[index] = True
+        if isinstance(value, Tensor) and value.dim():
+            values = torch.zeros(shape, dtype=value.dtype, device=device)
+            values[index] = value
+            _edit(_choose, self, [chosen, values], {})
+        else:
+            fill = aten.masked_fill_.Tensor if isinstance(value, Tensor) else aten.masked_fill_.Scalar
+            _edit(fill, self, [chosen, value], {})
 
     def full_tensor(self) -> Tensor:
         """Gather the whole averaged gradient, a plain tensor in the accumulation dtype. Collective: all ranks call."""
@@ -223,6 +240,9 @@ class ShardedGrad(Tensor):
                 return alone
         if func in _INTO and kwargs.get("out") is args[0]:
             func, kwargs = _INTO[func], {key: value for key, value in kwargs.items() if key != "out"}
+        if func in _INDEX_FILL and isinstance(args[0], ShardedGrad):
+            args[0][(slice(None),) * (args[1] % args[0].dim()) + (args[2],)] = args[3]
+            return args[0]
         if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
             _edit(func, args[0], args[1:], kwargs)
             return args[0]
@@ -329,8 +349,9 @@ _ELEMENTWISE = {
     aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.add_.Tensor, aten.add_.Scalar,
     aten.sub_.Tensor, aten.sub_.Scalar, aten.clamp_.default, aten.clamp_min_.default, aten.clamp_max_.default,
     aten.zero_.default, aten.neg_.default, aten.sign_.default, aten.nan_to_num_.default, aten.fill_.Scalar,
-    aten.copy_.default,
+    aten.copy_.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
 }  # fmt: skip
+_INDEX_FILL = {aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor}
 _INTO = {  # with out= the gradient itself, as nan_to_num(p.grad, out=p.grad): an edit in place by another name
     aten.mul.out: aten.mul_.Tensor,
     aten.mul.Scalar_out: aten.mul_.Scalar,
@@ -350,7 +371,19 @@ _INTO = {  # with out= the gradient itself, as nan_to_num(p.grad, out=p.grad): a
 _FOREACH = {
     aten._foreach_mul_.Scalar: aten.mul_.Scalar,
     aten._foreach_mul_.Tensor: aten.mul_.Tensor,
+    aten._foreach_mul_.List: aten.mul_.Tensor,
+    aten._foreach_mul_.ScalarList: aten.mul_.Scalar,
     aten._foreach_div_.Scalar: aten.div_.Scalar,
+    aten._foreach_div_.Tensor: aten.div_.Tensor,
+    aten._foreach_div_.List: aten.div_.Tensor,
+    aten._foreach_div_.ScalarList: aten.div_.Scalar,
+    aten._foreach_add_.Scalar: aten.add_.Scalar,
+    aten._foreach_add_.List: aten.add_.Tensor,
+    aten._foreach_sub_.Scalar: aten.sub_.Scalar,
+    aten._foreach_sub_.List: aten.sub_.Tensor,
+    aten._foreach_copy_.default: aten.copy_.default,
+    aten._foreach_neg_.default: aten.neg_.default,
+    aten._foreach_sign_.default: aten.sign_.default,
     aten._foreach_zero_.default: aten.zero_.default,
     aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
     aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default,
@@ -364,6 +397,17 @@ def _pieces(entry: Entry) -> list[Any]:
     if entry.accumulator.sum.by_part:
         cuts = [cut for at in range(bucket.size) for cut in bucket.portions(seat._replace(position=at))]
     return [bucket.axis, *(entry.slot.within(*each) for each in cuts)]
+
+
+def _choose(mine: Tensor, chosen: Tensor, values: Tensor) -> None:
+    mine.copy_(torch.where(chosen, values, mine))
+
+
+def _spreads(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Tell if a tensor of a shape can be broadcast to a whole shape."""
+    return len(shape) <= len(whole) and all(
+        own in (1, all_) for own, all_ in zip(reversed(shape), reversed(whole), strict=False)
+    )
 
 
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -384,15 +428,15 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
                 got=f"{tuple(other.shape)}",
                 instead="p.grad.add_(q.grad.full_tensor()), or the like, on every rank",
             )
-        if tuple(other.shape) != entry.slot.shape or grad._is_fragment:
+        if grad._is_fragment or not _spreads(other.shape, entry.slot.shape):
             raise StateError(
-                "a sharded gradient can be edited by scalars and by tensors of its own shape",
+                "a sharded gradient can be edited by numbers and by tensors that broadcast to its shape",
                 where=f"gradient of {entry.slot.name!r}",
                 expected=entry.slot.shape,
                 got=tuple(other.shape),
-                instead="broadcast it first",
+                instead="edit p.grad of the model's own p by a tensor of that shape",
             )
-        return other.reshape(-1)[part.start : part.stop]
+        return other.broadcast_to(entry.slot.shape).reshape(-1)[part.start : part.stop]
 
     if not grad._is_fragment:
         for other in others:

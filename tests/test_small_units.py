@@ -219,7 +219,31 @@ def told_of_units():
 def test_what_names_a_unit_of_several_blocks_can_be_written():
     held, advice, shape = rank_processes.run(1, told_of_units)[0]
     assert held == [True] * 29 + [False] * (BLOCKS - 29)
-    assert (advice, shape) == (["blocks.*", "first"], (3, WIDTH))
+    assert (advice, shape) == (["blocks.*", "first", "last"], (3, WIDTH))
+
+
+def called_by_parts():
+    """What a model is told whose parts are called by themselves, as an actor and its critics are; sharded as it says."""
+
+    def trained(**settings):
+        torch.manual_seed(0)
+        parts = nn.ModuleDict({"actor": Deep(blocks=3), "critics": nn.ModuleList([Deep(blocks=3), Deep(blocks=3)])})
+        zero = zeroshard.shard(parts, torch.optim.SGD(parts.parameters()), stage=3, **settings)
+        x = torch.ones(3, 6)
+        (parts["actor"](x) + parts["critics"][0](x) + parts["critics"][1](x)).sum().backward()
+        return zero
+
+    with pytest.raises(ReleasedError) as error:
+        trained()
+    advice = json.loads(re.search(r"Layout\(units=(\[.*?\])\)", f"{error.value}")[1])
+    trained(layout=Layout(units=advice))
+    return advice
+
+
+def test_one_advice_names_all_parts_that_are_called_by_themselves():
+    """Not one of their modules at a time."""
+    (advice,) = rank_processes.run(1, called_by_parts)
+    assert {"actor", "critics.*"} <= {*advice}
 
 
 @pytest.mark.parametrize("how", ["in order", "in turns"])

@@ -42,7 +42,7 @@ def test_every_test_is_in_exactly_one_set(collected):
     assert not any(worlds[item.nodeid] and selection.needs_processes(item) for item in collected)
     in_full = {selection.function(item) for item in collected if "full" in found[item.nodeid]}
     threads = [item for item in collected if "test" in found[item.nodeid] and selection.starts_ranks(item)]
-    threads = [item for item in threads if not selection.needs_processes(item)]
+    threads = [item for item in threads if not selection.needs_processes(item) and not item.get_closest_marker("gpu")]
     assert [item.nodeid for item in threads if selection.function(item) not in in_full] == []
 
 

@@ -179,14 +179,14 @@ def edited_gradient(stage, shape):
     model(torch.ones(2, 8)).sum().backward()
     before = model.weight.grad.full_tensor()
     for edit in (torch.Tensor.add_, torch.Tensor.mul_, torch.Tensor.copy_, torch.Tensor.sub_, torch.Tensor.div_):
-        with pytest.raises(StateError, match=r"(?s)tensors of its own shape.*'weight'.*broadcast"):
+        with pytest.raises(StateError, match=r"(?s)tensors that broadcast to its shape.*'weight'.*of that shape"):
             edit(model.weight.grad, torch.ones(shape))
     model.weight.grad.add_(torch.ones(8, 8))
     return torch.equal(model.weight.grad.full_tensor(), before + 1)
 
 
 @pytest.mark.row(69)
-@pytest.mark.parametrize("shape", [(8,), (1, 8), (8, 1), (3, 3), (2, 8, 8), (64,), (0,), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 3), (2, 8, 8), (1, 8, 8), (64,), (0,), (2, 1), (4,)], ids=str)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_gradient_edited_by_a_tensor_of_another_shape_is_refused(ranks, shape, stage):
     assert ranks.run(2, edited_gradient, stage, shape) == [True, True]

@@ -20,10 +20,13 @@ from zeroshard import Comm, Layout, Machine, Model, Offload, Precision, Step
 from zeroshard.cli.main import app
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME
-from zeroshard.planner import clock, fitting, from_number, gpus, recipes, transformer
+from zeroshard.layout import partition
+from zeroshard.planner import clock, fits_job, fitting, from_number, gpus, recipes, transformer
 from zeroshard.planner.asked import Asked
 from zeroshard.planner.disk import Disk
+from zeroshard.planner.from_job import runner
 from zeroshard.planner.line import of_fit
+from zeroshard.planner.simulate import simulate
 
 MB = 10**6
 SMALL = 4 * MB  # parameters, in four units
@@ -147,7 +150,7 @@ def held(line, folder):
     zero = zeroshard.shard(model, optimizer, **how)
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
-        x = torch.randn(4, 96, generator=generator).to("emu", torch.bfloat16)
+        x = torch.randn(4, 96, generator=generator).to("emu", torch.bfloat16 if "precision" in how else torch.float32)
         model(x).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -183,8 +186,13 @@ def test_a_line_runs_and_holds_what_was_planned(tmp_path, ranks, device, host, d
     fits = [each.fits[0] for each in found.found if each.fits and each.heading == heading]
     assert fits, [each.proof for each in found.found]
     fit = fits[0]
+    runs_as_planned(fit, ranks, tmp_path)
+
+
+def runs_as_planned(fit, ranks, folder):
+    """Run the line of a fit; its bytes are the plan's, in every tier."""
     line = of_fit(fit, {}, {})
-    for rank, (tiers, peak) in enumerate(emulated.run(ranks, held, line, str(tmp_path), seed=1)):
+    for rank, (tiers, peak) in enumerate(emulated.run(ranks, held, line, str(folder), seed=1)):
         assert peak <= fit.plan.peak
         if rank != fit.plan.rank:  # which holds most
             continue
@@ -197,6 +205,79 @@ def test_a_line_runs_and_holds_what_was_planned(tmp_path, ranks, device, host, d
             assert padding or here == wanted
         staging = tiers.get(HOST, {}).get("staging", 0)
         assert staging <= fit.plan.tiers.get(HOST, {}).get("staging", 0) + fit.plan.pinned
+
+
+def tiny_job():
+    return {
+        "model": Tiny(),
+        "optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+        "batch": lambda step, index: torch.ones(4, 96),
+        "loss": lambda model, x: model(x).float().square().mean(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ranks", "device", "host"),
+    [
+        pytest.param(1, "12MB", "30MB", marks=pytest.mark.full),
+        (2, "8MB", "14MB"),
+        pytest.param(2, "6MB", "12MB", marks=pytest.mark.full),
+    ],
+)
+def test_a_line_for_a_job_runs_and_holds_what_was_planned(tmp_path, ranks, device, host):
+    """With the job's own layout and activations."""
+    fit = zeroshard.plan(tiny_job, Machine(ranks=ranks, gpu_mem=device, host_mem=host)).fitting.best
+    runs_as_planned(fit, ranks, tmp_path)
+    alone = simulate(tiny_job, ranks=ranks, stage=3, layout=Layout(recompute=fit.way.recompute))
+    away = fit.plan.tiers.get(HOST, {}).get("activations", 0)
+    assert (fit.plan.activations + away, fit.plan.working + away) == (alone.activations, alone.working)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("policy", [Layout(), Layout(align=256), Layout(bounds="model"), Layout(bounds="tensor"),
+                                    Layout(whole=["*.0.weight"]), Layout(bucket_mib=0.25), Layout(units=[])], ids=str)  # fmt: skip
+def test_the_layout_of_a_job_is_the_engines(policy):
+    made = simulate(tiny_job, ranks=3, stage=3, layout=policy).zero
+    layout = made._engine.layout
+    assert partition([*fits_job.specs_of_partition(made.partition, layout)], layout, 3) == made.partition
+
+
+@pytest.mark.full
+def test_what_a_jobs_micro_batch_keeps_in_16_bits_is_simulated_too():
+    asked = Asked(2, (3,), recipes.PRESETS["fp32"], Layout(), Comm())
+    run = runner(tiny_job, asked)
+    found = dict(fits_job._measured(run, run(3, 0), asked, 4))
+    for (itemsize, again), kept in found.items():
+        precision = None if itemsize == 4 else Precision(param_dtype=torch.bfloat16, cast_inputs=True)
+        alone = simulate(tiny_job, ranks=2, stage=3, layout=Layout(recompute=again), precision=precision)
+        assert kept == (alone.activations, alone.working)
+    assert sorted(found) == [(2, False), (2, True), (4, False), (4, True)]
+
+
+@pytest.mark.full
+def test_a_job_that_the_search_does_not_know_says_why():
+    """An optimizer whose states have no recipe; what a number or shapes cannot have; parameters of two kinds."""
+    for job, layout, why in (
+        (lambda: tiny_job() | {"optimizer": lambda p: Unknown(p, lr=0.1)}, None, "Unknown"),
+        (tiny_job, Layout(recompute=["blocks.0"]), "Layout.recompute"),
+        (lambda: tiny_job() | {"model": mixed()}, None, "dtypes of parameters"),
+    ):
+        found = zeroshard.plan(job, Machine(ranks=1, gpu_mem="1GB"), layout=layout)
+        assert found.fitting is None
+        (note,) = (note for note in found.notes if note.startswith("no search for what fits"))
+        assert why in note
+
+
+class Unknown(torch.optim.SGD):
+    elementwise = True
+
+
+def mixed():
+    model = Tiny()
+    model.blocks[0].double()
+    model.blocks[0].register_forward_pre_hook(lambda _, args: (args[0].double(),))
+    model.blocks[0].register_forward_hook(lambda _, args, out: out.float())
+    return model
 
 
 # ------------------------------------------------------------------------------------------------------- the command

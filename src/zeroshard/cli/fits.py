@@ -32,7 +32,7 @@ def fits_sentence(found: Plan, fitting: Fitting, amount: Amount) -> str:
         f"[bold green]{escape(numbers)}{escape(way[0].upper() + way[1:] if not numbers else way)}[/bold green]: the "
         f"fastest that fits {per}, {_time(best)} a step, bound by {best.times.binds}; "
         f"{amount(best.need.device)} of {amount(fitting.most.device)} {unit} on the device"
-        f"{_there(best.need, amount)}, with activations of {fitting.tokens:,} tokens."
+        f"{_there(best.need, amount)}, with activations of {_tokens(fitting)}."
     )
 
 
@@ -93,9 +93,9 @@ def _show_kind(each: Found, fitting: Fitting, options: Mapping[str, Any], amount
 
 def _assumed(found: Plan, fitting: Fitting) -> list[str]:
     told = "" if fitting.told else ", assumed: --batch and --seq say others"
+    formula = f"{told}; by the formula of Korthikanti et al. 2022, with attention that keeps no scores"
     said = [
-        f"activations of {fitting.tokens:,} tokens at once{told}; by the formula of Korthikanti et al. 2022, with "
-        "attention that keeps no scores",
+        f"activations of {_tokens(fitting)} at once{', simulated' if fitting.tokens is None else formula}",
         "times: from the least to the most by assumed constants of this GPU, its bus, host memory and the disk",
     ]
     if fitting.most.host == UNTOLD:
@@ -115,6 +115,10 @@ def _assumed(found: Plan, fitting: Fitting) -> list[str]:
     if any(fit.way.in_backward for each in fitting.found for fit in each.fits):
         said.append("with the optimizer in backward nothing is clipped, and a step has one backward")
     return said
+
+
+def _tokens(fitting: Fitting) -> str:
+    return "the job's micro-batch" if fitting.tokens is None else f"{fitting.tokens:,} tokens"
 
 
 def _lacking(need: Need, most: Need, amount: Amount) -> str:

@@ -321,13 +321,6 @@ def _answers(found: Plan, limit: int, options: dict[str, Any], amount: Amount) -
     if found.fitting is not None:
         show_fits(found, found.fitting, options, amount)
         return
-    if found.advice:
-        last = max(stage.stage for stage in found.stages)
-        table = screen.new_table(f"To make stage {last} fit", "change", *amount.units, "")
-        for change in found.advice:
-            verdict = "[green]fits[/green]" if change.fits else "does not fit"
-            table.add_row(change.what, *amount.both(change.nbytes), verdict)
-        screen.wide(table)
-    if not any(stage.fits for stage in found.stages) and not any(change.fits for change in found.advice):
+    if not any(stage.fits for stage in found.stages):
         screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")
     screen.console.print()

@@ -6,8 +6,6 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from rich.markup import escape
-
 from zeroshard.cli import screen
 from zeroshard.cli.config import PLACED
 from zeroshard.cli.fits import fits_sentence, show_line
@@ -91,15 +89,11 @@ def _sentence(found: Plan, stage: StagePlan, amount: Amount, *, fits: bool) -> s
             f"{spare} to spare; {room}."
         )
     none = "No stage fits" if len(found.stages) > 1 else f"Stage {stage.stage} does not fit"
-    would = [
-        f"{change.what.removeprefix('and ')} ({amount(change.nbytes)} {unit})" for change in found.advice if change.fits
-    ]
     if stage.most <= found.gpu_mem:
         return f"[bold red]{none}[/bold red]: host memory does not suffice."
-    advice = f"What would fit: {escape(', '.join(would))}." if would else "Nothing tried would fit."
     return (
         f"[bold red]{none}[/bold red]: stage {stage.stage} takes {amount(stage.most)} {unit} {per} {when}, {spare} "
-        f"more than there is. {advice}"
+        "more than there is."
     )
 
 

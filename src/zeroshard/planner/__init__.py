@@ -34,6 +34,7 @@ A layout, from shapes in a file or from a model:
 A job of the user's, through the engine itself on tensors without memory:
 
     from_job     the plan of a job
+    fits_job     what fits, of a job
     built        what a built engine will hold
     optimizers   what an optimizer keeps of a parameter, by asking it
     job          the user's own model, optimizer, batch and loss, by name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..events import DEVICE, HOST, NVME
 from ..layout import Layout
@@ -113,17 +113,6 @@ class StagePlan:
         }
 
 
-class Change(NamedTuple):
-    """One thing to do differently in a job, and the bytes per rank it would lead to."""
-
-    what: str
-    nbytes: int
-    fits: bool
-
-    def json(self) -> dict[str, object]:
-        return self._asdict()
-
-
 @dataclass(frozen=True)
 class Plan:
     """The answer for the stages asked for."""
@@ -138,7 +127,6 @@ class Plan:
     layout: Layout | None = None
     replicas: Replicas | None = None
     gpu_mem: int | None = None
-    advice: tuple[Change, ...] = ()
     notes: tuple[str, ...] = ()
     offload: Offload | None = None
     host_mem: int | None = None
@@ -188,7 +176,6 @@ class Plan:
             "gpu_mem": self.gpu_mem,
             "stages": [stage.json() for stage in self.stages],
             "replicas": self.replicas and self.replicas.json(),
-            "advice": [change.json() for change in self.advice],
             "notes": list(self.notes),
             **({"whole": self.whole._asdict()} if self.whole else {}),
             **({"ways": self.ways.json()} if self.ways else {}),
@@ -224,12 +211,13 @@ def finish(
     notes: list[str],
     alone: Callable[[int], Traffic] | None = None,
     balance: Balance | None = None,
-    advise: Callable[[int], list[Change]] | None = None,
+    *,
+    job: bool = False,
 ) -> Plan:
-    """Complete a plan: savings, whether each stage fits, the largest model that would, links, notes and advice.
+    """Complete a plan: savings, whether each stage fits, the largest model that would, links and notes.
 
     of: the plan of a stage's bytes. alone: what one replica of as many ranks moves at a stage. balance: of tensors that
-    are never cut. advise: the changes that would make a job fit a budget.
+    are never cut. job: is it of a job, whose recipe has the masters that a choice of tiers makes?
     """
     ranks, recipe, limit, copies = asked.ranks, asked.recipe, asked.gpu_mem, asked.copies
     node = asked.gpus_per_node or (ranks // copies if copies > 1 else None)  # else as large as a replica
@@ -253,21 +241,17 @@ def finish(
     copied = max(found.snapshot for found in stages)
     notes = [*(balance.said() if balance else []), *notes, *_of_one_copy(asked), *_of_files(asked)]
     notes.append(f"an asynchronous save takes {copied:,} bytes of host memory until it is written")
-    advice: list[Change] = []
-    if advise is not None and limit is not None and not any(found.fits for found in stages):
-        advice = advise(limit)
     return Plan(
         source,
         numel,
         ranks,
-        _whole(recipe, asked, job=advise is not None),
+        _whole(recipe, asked, job=job),
         asked.accumulate,
         asked.no_sync,
         tuple(stages),
         layout,
         _replicas(numel, asked),
         limit,
-        tuple(advice),
         tuple(notes),
         asked.offload,
         asked.host_mem,

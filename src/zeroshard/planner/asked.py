@@ -16,7 +16,7 @@ from ..stage import ALONE, STAGES, STATES, Placements, Seat, seat_on
 from . import states, transformer
 from .disk import Disk
 from .recipes import Fractions, Recipe
-from .transformer import Held, Transformer
+from .transformer import Body, Held
 
 if TYPE_CHECKING:
     from ..numerics import Precision
@@ -68,7 +68,7 @@ class Asked(NamedTuple):
             return None
         return (self.batch or transformer.BATCH) * (self.seq or transformer.SEQ)
 
-    def activations(self, body: Transformer) -> Held:
+    def activations(self, body: Body) -> Held:
         """Return what a micro-batch holds of activations."""
         assert self.tokens_at_once is not None
         moved = self.offload is not None and self.offload.activations != "device"

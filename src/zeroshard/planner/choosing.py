@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..engine.assembly import Assembly
-    from ..numerics import Precision
 
 log = logging.getLogger("zeroshard")
 
@@ -157,34 +156,12 @@ def searched(assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], mo
 def recipe_of(assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> Recipe:
     """Return the bytes per parameter of a model's formats and its optimizer's states. Raises `UserError` for a model
     or optimizers of which no recipe is known."""
-    dtypes = sorted({record.dtype for record in assembly.managed if record.param.requires_grad}, key=str)
-    kinds = sorted({type(optimizer).__name__ for optimizer in optimizers})
-    instead = "Offload(...) by hand; zeroshard plan MODULE:FUNCTION counts what any program holds"
-    several: dict[str, Sequence[object]] = {"dtypes of parameters": dtypes, "optimizers": kinds}
-    for what, found in several.items():
-        if len(found) > 1:
-            raise UserError(
-                f'Offload("auto") counts {what} of one kind', got=", ".join(map(str, found)), instead=instead
-            )
-    if assembly.asked.along:
-        raise UserError(
-            'Offload("auto") does not count parameters along an axis', got="Layout(along=...)", instead=instead
-        )
-    precision = _of_dtype(assembly.precision, dtypes[0] if dtypes else None)
-    try:
-        recipe = formats.engines(precision, kinds[0] if kinds else None)
-    except UserError as error:
-        raise UserError(
-            'Offload("auto") does not know the states of this optimizer', got=kinds[0], instead=instead
-        ) from error
-    return replace(formats.sent_by(recipe, assembly.comm), in_backward=assembly.asked.in_backward)
-
-
-def _of_dtype(precision: Precision, dtype: torch.dtype | None) -> Precision:
-    """Return the precision with the dtype that parameters have by themselves."""
-    if dtype is None or dtype.itemsize > 2 or precision.param_dtype is not None:
-        return precision
-    return replace(precision, param_dtype=dtype)
+    trained = [record.dtype for record in assembly.managed if record.param.requires_grad]
+    recipe = formats.of_model(
+        trained, [type(each).__name__ for each in optimizers], assembly.precision, assembly.comm,
+        along=bool(assembly.asked.along), who='Offload("auto")',
+    )  # fmt: skip
+    return replace(recipe, in_backward=assembly.asked.in_backward)
 
 
 class Fixed(Search):

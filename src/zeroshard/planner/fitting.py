@@ -28,7 +28,7 @@ from .asked import Asked
 from .clock import GPUS, Clock, Times
 from .from_shapes import LaidOut, with_activations
 from .recipes import Recipe
-from .transformer import Transformer
+from .transformer import Body
 
 if TYPE_CHECKING:
     from ..numerics import Precision
@@ -198,11 +198,14 @@ class Found(NamedTuple):
 
 
 class Fitting(NamedTuple):
-    """All answers: of the numbers that were asked for, then of others. most: what there is."""
+    """All answers: of the numbers that were asked for, then of others. most: what there is.
+
+    tokens: at once; None for those of a job's own micro-batch. told: did anybody tell them? Else they are assumed.
+    """
 
     most: Need
-    tokens: int
-    told: bool  # the tokens; else they are assumed
+    tokens: int | None
+    told: bool
     found: tuple[Found, ...]
 
     @property
@@ -239,10 +242,15 @@ HOSTS = tuple(size << 30 for size in (16, 24, 32, 48, 64, 96, 128, 192, 256, 384
 DISKS = tuple(int(size * 10**12) for size in (0.25, 0.5, 1, 2, 4, 8, 16, 32))
 
 
-def fitting(base: Asked, numel: int, laid: LaidOut) -> Fitting:
-    """Search for the fastest ways that fit what a question tells of a machine, for each kind of numbers."""
+def fitting(base: Asked, numel: int, laid: LaidOut, alike: int | None = None) -> Fitting:
+    """Search for the fastest ways that fit what a question tells of a machine, for each kind of numbers.
+
+    alike: tokens that take as many operations as a job's micro-batch, whatever that consists of.
+    """
     assert base.gpu_mem is not None
     told = base.tokens_at_once is not None
+    if alike is not None:
+        base = base._replace(batch=1, seq=alike)
     base = base._replace(
         offload=None, recipe=replace(base.recipe, in_backward=False), layout=replace(base.layout, recompute=False),
         batch=base.batch or transformer.BATCH, seq=base.seq or transformer.SEQ,
@@ -267,7 +275,7 @@ def fitting(base: Asked, numel: int, laid: LaidOut) -> Fitting:
     if len(kinds) > 1 and not any(each.fits for each in found):
         every = [*kinds.values()][-1]  # which take least
         found.append(Found(every[0].heading, (), None, _proof(search, every), tuple(_bought(search, every))))
-    return Fitting(most, tokens, told, tuple(found))
+    return Fitting(most, None if alike is not None else tokens, told, tuple(found))
 
 
 def _faster(search: Search, numbers: list[Numbers], fit: Fit) -> Fit | None:
@@ -499,7 +507,7 @@ class Machines(NamedTuple):
 
     base: Asked
     numel: int
-    body: Transformer
+    body: Body
     planned: Callable[..., StagePlan]
     most: Need
     tokens: int

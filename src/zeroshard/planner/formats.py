@@ -8,7 +8,7 @@ a number        split masters and gradients in 8 bits, as a share of every param
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from types import MappingProxyType
@@ -21,7 +21,11 @@ from . import recipes
 from .recipes import WHOLE_MASTER, Recipe
 
 if TYPE_CHECKING:
+    import torch
+
     from ..numerics import Precision
+
+NARROW = 2  # bytes of a dtype whose masters are another one
 
 # Fields of `Precision` that say how many bytes a parameter takes, or that change none; a job's plan counts all.
 COUNTED = (
@@ -50,6 +54,31 @@ def engines(precision: Precision, optimizer: str | None) -> Recipe:
     if precision.splits(param):
         plain = recipes.with_split_masters(plain)
     return _in_8_bits(plain, precision) if precision.fp8 else plain
+
+
+def of_model(
+    dtypes: Iterable[torch.dtype], kinds: Iterable[str], precision: Precision, comm: Comm, *, along: bool, who: str
+) -> Recipe:
+    """Return the bytes per parameter of a model's formats and its optimizer's states, as a search takes them.
+
+    dtypes: of trained parameters. kinds: names of the optimizers' classes. along: are parameters divided along an axis?
+    Raises `UserError`, which begins with who asks, for a model or optimizers of which no recipe is known.
+    """
+    told, named = sorted(set(dtypes), key=str), sorted(set(kinds))
+    instead = "Offload(...) by hand; zeroshard plan MODULE:FUNCTION counts what any program holds"
+    several: dict[str, Sequence[object]] = {"dtypes of parameters": told, "optimizers": named}
+    for what, found in several.items():
+        if len(found) > 1:
+            raise UserError(f"{who} counts {what} of one kind", got=", ".join(map(str, found)), instead=instead)
+    if along:
+        raise UserError(f"{who} does not count parameters along an axis", got="Layout(along=...)", instead=instead)
+    if told and told[0].itemsize <= NARROW and precision.param_dtype is None:
+        precision = replace(precision, param_dtype=told[0])  # which they have by themselves
+    try:
+        recipe = engines(precision, named[0] if named else None)
+    except UserError as error:
+        raise UserError(f"{who} does not know the states of this optimizer", got=named[0], instead=instead) from error
+    return sent_by(recipe, comm)
 
 
 def _in_8_bits(plain: Recipe, precision: Precision) -> Recipe:

@@ -7,34 +7,28 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-import torch
-
 from ..events import DEVICE, HOST
-from ..layout import BUCKET_MIB
-from ..numerics import Precision
 from ..resting import Master, master_of
 from ..stage import STAGES, Degree
 from . import built, optimizers, recipes, states, traffic
-from .answer import Change, Plan, StagePlan, finish
+from .answer import Plan, StagePlan, finish
 from .asked import Asked
 from .balance import balance
 from .files import Moves
 from .instants import Instant
 from .simulate import RECORDED, Simulation, moments, simulate
 
-RANKS_TRIED = 1 << 10  # by advice
 
-
-def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
-    """Simulate the job at every stage asked for, as the rank that holds most there."""
-    layout = asked.layout
+def runner(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Callable[..., Simulation]:
+    """Return what simulates the job at a stage, as (stage, rank, **other settings of `simulate`). A rank of None is the
+    one that holds most."""
 
     def run(stage: int, rank: int | None, **changes: Any) -> Simulation:
         settings: dict[str, Any] = {
             "ranks": asked.ranks,
             "accumulate": asked.accumulate,
             "no_sync": asked.no_sync,
-            "layout": layout,
+            "layout": asked.layout,
             "precision": asked.precision,
             "comm": asked.talk(stage),
             "offload": asked.offload,
@@ -45,6 +39,12 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
         fullest = _fullest(simulated)
         return simulated if rank is not None or fullest == 0 else run(stage, fullest, **changes)
 
+    return run
+
+
+def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
+    """Simulate the job at every stage asked for, as the rank that holds most there."""
+    layout, run = asked.layout, runner(job, asked)
     least = min(asked.stages) if asked.once else min(STAGES)
     runs = {stage: run(stage, None) for stage in dict.fromkeys((least, *asked.stages))}
     recipe = _recipe(runs[least])
@@ -75,7 +75,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
         lambda stage: _stage(runs[stage], _recipe(runs[stage])),
         notes,
         balance=balance(runs[max(asked.stages)].zero.partition, asked.copies),
-        advise=lambda limit: _advice(run, asked, limit),
+        job=True,
     )
 
 
@@ -203,43 +203,3 @@ def _traffic(run: Simulation) -> traffic.Traffic:
         traffic.relayed(on, back, built.rows(run.zero), max(reductions, 1), by_part=by_part), shared, by_part,
         run.zero.placements.two_levels,
     )  # fmt: skip
-
-
-def _advice(run: Callable[..., Simulation], asked: Asked, limit: int) -> list[Change]:
-    """List changes, cheapest first, each on top of those before and with the peak it leads to, until one fits."""
-    stage = max(asked.stages)
-    tried: list[Change] = []
-    changes: dict[str, Any] = {}
-
-    def attempt(what: str, at: int, **more: Any) -> bool:
-        simulated = run(at, None, **more)
-        nbytes = max(most.total for most in simulated.ledger.phases.values()) + simulated.working
-        tried.append(Change(what, nbytes, nbytes <= limit))
-        return tried[-1].fits
-
-    for higher in range(stage + 1, max(STAGES) + 1):
-        if attempt(f"stage {higher}", stage := higher):
-            return tried
-    layout, formats = asked.layout, asked.precision or Precision()
-    if (changed := replace(layout, recompute=True)) != layout:
-        changes["layout"] = layout = changed
-        if attempt("and recompute activations in backward", stage, **changes):
-            return tried
-    if formats.param_dtype is None:
-        changes["precision"] = replace(formats, param_dtype=torch.bfloat16, cast_inputs=True)
-        if attempt("and Precision(param_dtype=torch.bfloat16)", stage, **changes):
-            return tried
-    elif formats.grad_dtype != torch.bfloat16:
-        changes["precision"] = replace(formats, grad_dtype=torch.bfloat16)
-        if attempt("and Precision(grad_dtype=torch.bfloat16)", stage, **changes):
-            return tried
-    if (layout.bucket_mib or BUCKET_MIB) > 4:
-        changes["layout"] = replace(layout, bucket_mib=4)
-        if attempt("and Layout(bucket_mib=4)", stage, **changes):
-            return tried
-    ranks = asked.ranks  # doubled, they stay a multiple of the replicas
-    while ranks < RANKS_TRIED:
-        ranks *= 2
-        if attempt(f"and {ranks} ranks", stage, **changes, ranks=ranks):
-            break
-    return tried

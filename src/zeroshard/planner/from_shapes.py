@@ -19,7 +19,7 @@ from .asked import Asked
 from .balance import balance
 from .recipes import Recipe
 from .traffic import Traffic
-from .transformer import Transformer
+from .transformer import Body
 
 RANKS_LIMIT = 1 << 13  # a layout writes down every rank's bounds
 
@@ -31,7 +31,7 @@ class LaidOut:
     """
 
     def __init__(
-        self, specs: Callable[[Asked], list[Spec]], names: Sequence[str], body: Transformer, several: Any = ()
+        self, specs: Callable[[Asked], list[Spec]], names: Sequence[str], body: Body, several: Any = ()
     ) -> None:
         """specs: of a question. names: of the units. several: numbers of units of several modules."""
         self._specs, self._names, self._several, self.body = specs, names, several, body
@@ -93,7 +93,7 @@ class LaidOut:
         return with_activations(self.planned(stage, asked), asked, self.body)
 
 
-def with_activations(found: StagePlan, asked: Asked, body: Transformer) -> StagePlan:
+def with_activations(found: StagePlan, asked: Asked, body: Body) -> StagePlan:
     """Return the plan with what a micro-batch keeps, if it is known how many tokens that has."""
     if asked.tokens_at_once is None:
         return found

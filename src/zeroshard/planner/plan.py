@@ -117,6 +117,8 @@ def plan(
     found = _compared(lambda asked: _planned(of, asked), asked, cluster)
     if searched and on.ranks <= from_shapes.RANKS_LIMIT:
         found = dataclasses.replace(found, fitting=_fitting(of, asked))
+    elif of.job is not None and cluster is None and on.limit is not None:
+        found = _with_fits_of_job(found, of.job, asked)
     return found if on.gpu is None else dataclasses.replace(found, notes=(gpus.note(on.gpu), *found.notes))
 
 
@@ -165,6 +167,21 @@ def _fitting(model: Model, asked: Asked) -> Fitting:
     assert model.shapes is not None
     shapes, laid = from_shapes.of_file(model.shapes)
     return fitting(asked, shapes.numel, laid)
+
+
+def _with_fits_of_job(found: Plan, job: str | Callable[[], Any], asked: Asked) -> Plan:
+    """Add what fits to a job's plan, or a note on why there is no search of it."""
+    from .fits_job import fits_job
+    from .from_job import runner
+
+    try:
+        _refuse_what_jobs_alone_count(
+            asked.precision, asked.layout, asked.comm, asked.offload, early=asked.recipe.in_backward, counted=True
+        )
+        return dataclasses.replace(found, fitting=fits_job(runner(job, asked), asked))
+    except UserError as error:
+        why = "; ".join(line.strip() for line in str(error).splitlines())
+        return dataclasses.replace(found, notes=(f"no search for what fits: {why}", *found.notes))
 
 
 def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **rest: Any) -> tuple[int, ...]:

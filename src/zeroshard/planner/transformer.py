@@ -14,7 +14,7 @@ A number of parameters tells neither depth nor width. `DEPTHS` has the depths of
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 # (parameters up to, layers): GPT-2 and GPT-3 (Brown et al. 2020, table 2.1), LLaMA and Llama 2 and 3, PaLM.
 DEPTHS = (
@@ -33,6 +33,15 @@ class Held(NamedTuple):
     kept: int
     device: int
     away: int = 0
+
+
+class Body(Protocol):
+    """What a model's micro-batch keeps of activations."""
+
+    @property
+    def layers(self) -> int: ...
+
+    def held(self, tokens: int, *, itemsize: float, recompute: bool, moved: bool) -> Held: ...
 
 
 class Transformer(NamedTuple):

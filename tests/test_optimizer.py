@@ -997,6 +997,170 @@ def test_a_group_that_was_removed_is_forgotten(tmp_path):
     assert ranks.run(2, without_a_group, tmp_path / "ckpt") == [[0.1 * 2, 0.1 * 3]] * 2
 
 
+def put_back(optimizer, model, step):
+    if step == 1:
+        optimizer.add_param_group({"params": optimizer.param_groups.pop(1)["params"], "lr": 0.01})
+
+
+def put_back_by_the_models_own(optimizer, model, step):
+    if step == 1:
+        optimizer.param_groups.pop(1)
+        optimizer.add_param_group({"params": [*model[2].parameters(), *model[4].parameters()], "lr": 0.01})
+
+
+def divided_by_the_models_own(optimizer, model, step):
+    if step == 1:
+        optimizer.param_groups.pop(1)
+        for part, rate in ((model[2], 0.01), (model[4], 0.03)):
+            optimizer.add_param_group({"params": part.parameters(), "lr": rate})
+
+
+def other_dict(optimizer, model, step):
+    if step == 1:
+        optimizer.param_groups.append(dict(optimizer.param_groups.pop(1), lr=0.01))
+
+
+def set_to_the_models_own(optimizer, model, step):
+    if step == 1:
+        optimizer.param_groups[1]["params"] = [*model[2].parameters()]
+
+
+def away_for_two_steps(optimizer, model, step):
+    if step == 1:
+        optimizer.param_groups.pop(1)
+        for part in (model[2], model[4]):
+            part.requires_grad_(False)
+    if step == 3:
+        for part in (model[2], model[4]):
+            part.requires_grad_(True)
+        optimizer.add_param_group({"params": [*model[2].parameters(), *model[4].parameters()]})
+
+
+def frozen_ones_left_out(optimizer, model, step):
+    if step == 1:
+        model[4].requires_grad_(False)
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param.requires_grad]
+
+
+def backwards(optimizer, model, step):
+    if step == 1:
+        optimizer.param_groups.reverse()
+
+
+EDITED_GROUPS = [put_back, put_back_by_the_models_own, divided_by_the_models_own, other_dict, set_to_the_models_own,
+                 away_for_two_steps, frozen_ones_left_out, backwards]  # fmt: skip
+
+
+def with_edited_groups(engine, edit):
+    model = models.build("mlp", sizes=SIZES)
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": [*model[2].parameters(), *model[4].parameters()], "lr": 0.02},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.005)
+    engine.shard(model, optimizer)
+    for step in range(5):
+        engine.train(model, optimizer, [step])
+        model.zero_grad()
+        edit(optimizer, model, step)
+    return model
+
+
+@pytest.mark.parametrize("edit", EDITED_GROUPS, ids=lambda edit: edit.__name__)
+def test_groups_are_edited_in_mid_run_as_in_plain_pytorch(edit, stage):
+    """Also the states of parameters that leave an optimizer and come back, which torch keeps."""
+    check(with_edited_groups, edit, stages=(stage,), state=False)
+
+
+class Scaled(torch.optim.Optimizer):
+    """SGD with a rate for each parameter, which is an attribute of it."""
+
+    elementwise = True
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(param.grad, alpha=-group["lr"] * getattr(param, "lr_scale", 1.0))
+
+
+def scaled(engine):
+    model = models.build("mlp", sizes=SIZES)
+    for number, param in enumerate(model.parameters()):
+        if number % 2:
+            param.lr_scale = 0.1 * number
+    optimizer = Scaled(model.parameters(), 0.05)
+    engine.shard(model, optimizer)
+    engine.train(model, optimizer, range(3))
+    return model
+
+
+def test_an_optimizer_sees_attributes_of_parameters(stage):
+    check(scaled, stages=(stage,), state=False)
+
+
+def divided(stage, how):
+    """What a step says after a group was divided by the parts that it holds; and that it works once that is undone."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    held = optimizer.param_groups[0]["params"]
+    whole = list(held)
+    if how == "moved":
+        optimizer.add_param_group({"params": [held.pop()], "lr": 0.5})
+    else:
+        held.pop()
+    model(models.batch("mlp", 0, 0)[0]).sum().backward()
+    with pytest.raises((StateError, PeerError)) as error:
+        optimizer.step()
+    del optimizer.param_groups[1:]
+    held[:] = whole
+    optimizer.zero_grad()
+    model(models.batch("mlp", 0, 0)[0]).sum().backward()
+    optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["moved", "left out"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_group_that_is_divided_by_its_parts_is_refused(how, stage):
+    """Each rank has other parts, and would divide it elsewhere."""
+    for said in ranks.run(2, divided, stage, how):
+        assert "an optimizer's group was divided by what it holds" in said
+        assert "add_param_group(...) for the model's own parameters" in said
+
+
+def asked_for_states(stage, how):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    for step in range(3):
+        model(models.batch("mlp", 0, 0)[0]).sum().backward()
+        if step == 1:
+            if how == "set":
+                optimizer.state[model[2].weight] = {}
+            else:  # as ReLoRA's reset does, and goes on
+                assert len(optimizer.state[model[2].weight]) == 0
+            with pytest.raises((StateError, PeerError)) as error:
+                optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    return str(error.value), any(key is model[2].weight for key in optimizer.state)
+
+
+@pytest.mark.parametrize("how", ["set", "asked"])
+def test_states_of_the_models_own_parameters_are_refused(how, stage):
+    """They are nobody's: what is reset there goes on as it was."""
+    for said, kept in ranks.run(2, asked_for_states, stage, how):
+        assert "optimizer.state was asked for a parameter of the model" in said and "'2.weight'" in said
+        assert not kept
+
+
 def inside_backward(stage):
     """torch's tutorial on a step in a hook of each parameter."""
     model = models.build("mlp", sizes=SIZES)

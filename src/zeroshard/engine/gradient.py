@@ -145,10 +145,9 @@ class Gradients:
                     where=f"parameter {entry.slot.name!r}",
                     expected="the ShardedGrad that backward left here, edited in place",
                     got=type(grad).__name__,
-                    instead="p.grad.copy_(tensor) in place of p.grad = tensor"
-                    if entry.accumulator.filled
-                    else "torch.autograd.backward(params, tensors) with each rank's own, which averages them (at stage "
-                    "3 in zero.gathered(), as torch.autograd.grad is); no backward has left a gradient here",
+                    instead="p.grad.copy_(tensor) in place of p.grad = tensor; where no backward has left a gradient "
+                    "here, as after zero_grad(), torch.autograd.backward(params, tensors) with each rank's own, which "
+                    "averages them (at stage 3 in zero.gathered(), as torch.autograd.grad is)",
                 )
         return {entry.number for entry, grad in zip(entries, grads, strict=True) if grad is not None}
 

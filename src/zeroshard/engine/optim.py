@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -85,6 +85,7 @@ class Binding(Transaction):
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
         self._groups: list[dict[str, Any]] = []  # its groups when they were last looked through
         self._held: list[nn.Parameter] = []  # and the parameters in them
+        self._retired: dict[int, list[Fragment]] = {}  # of removed parameters, by their place: torch keeps their states
         self._entries: list[Entry] = []  # the gradients of its members
         self.averages = Averages(gradients)
         self.options = Options(optimizer, self._check_options)
@@ -120,12 +121,16 @@ class Binding(Transaction):
 
     def follow_groups(self) -> None:
         """Adopt parameters that were added to the groups, and forget removed ones."""
-        groups = self.optimizer.param_groups
-        now = [param for group in groups for param in group["params"]]
-        if not (same(now, self._held) and same(groups, self._groups)):
+        now = [param for group in self.optimizer.param_groups for param in group["params"]]
+        if not self._unedited(now):
             held = set(map(id, self._held))
+            self._forget(set(map(id, now)))
             self.watcher.check_added(self.optimizer, [param for param in now if id(param) not in held])
             self.adopt()
+
+    def _unedited(self, now: list[nn.Parameter]) -> bool:
+        """Tell if the groups, and what they hold `now`, are what they were."""
+        return same(now, self._held) and same(self.optimizer.param_groups, self._groups)
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
         """Put fragments in place of full parameters in the groups: all at construction, later those of
@@ -173,19 +178,67 @@ class Binding(Transaction):
                 entry.fragments[:] = [param for param in entry.fragments if id(param) not in gone]
         for number in gone:
             self.gradients.elements.pop(number, None)
-        groups, before = set(map(id, self.optimizer.param_groups)), self._groups
         self._groups = list(self.optimizer.param_groups)
-        if len(before) == len(self._groups) and not groups & set(map(id, before)):  # the same ones, copied
-            copies = dict(zip(map(id, before), self._groups, strict=True))
-            self.members = [Member(member.place, copies[id(member.group)]) for member in self.members]
-        self.members = [member for member in self.members if id(member.group) in groups]
+        now = [*self._members_now()]
+        for member, group in now:
+            if group is None:
+                self._retired[id(member.place)] = [each for each in self.fragments if _at(each) == _at(member.place)]
+        self.members = [Member(member.place, group) for member, group in now if group is not None]
+
+    def _members_now(self) -> Iterator[tuple[Member, dict[str, Any] | None]]:
+        """Yield each member, and the group that it is in now; None if in none.
+
+        This rank has fragments of some members alone. The others of a group go where those go. So a group that was
+        divided by its fragments, which each rank would divide elsewhere, is reported.
+        """
+        groups = {id(group): group for group in self.optimizer.param_groups}
+        where = {id(param): group for group in groups.values() for param in group["params"]}
+        held, of_group = set(map(id, self._held)), dict[int, list[Member]]()
+        for member in self.members:
+            of_group.setdefault(id(member.group), []).append(member)
+        for number, members in of_group.items():
+            places = {_at(member.place) for member in members}
+            mine = [each for each in self.fragments if _at(each) in places and id(each.param) in held]
+            found = {id(where[id(each.param)]): where[id(each.param)] for each in mine if id(each.param) in where}
+            left_out = [each for each in mine if id(each.param) not in where and each.param.requires_grad]
+            divided = len(found) > 1 or (found and left_out)
+            if divided and any(member.place.buffer.placements.optimizer for member in members):
+                self._report_divided(mine, where)
+            elif divided:  # each rank has all of every parameter
+                by_place = {_at(each): where.get(id(each.param)) for each in mine}
+                yield from ((member, by_place.get(_at(member.place))) for member in members)
+                continue
+            stays = next(iter(found.values()), groups.get(number))
+            if stays and not found and any(hasattr(param, "_zeroshard") for param in stays["params"]):
+                stays = None  # others, or whole parameters, were put in place of all of them
+            yield from ((member, stays) for member in members)
+
+    def _report_divided(self, mine: Sequence[Fragment], where: dict[int, dict[str, Any]]) -> None:
+        self.group.report(
+            StateError(
+                "an optimizer's group was divided by what it holds, which are this rank's parts of parameters",
+                where=f"optimizer {self.number}, rank {self.group.rank}",
+                expected=f"all {len(mine)} that a group held, in one group",
+                got=f"{sum(id(each.param) in where for each in mine)} of them, in one or several",
+                instead="take the group out of optimizer.param_groups, and optimizer.add_param_group(...) for the "
+                "model's own parameters; or p.requires_grad_(False) for those that are not to be trained",
+            )
+        )
 
     def _fragment(
         self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool
     ) -> list[nn.Parameter]:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         with torch._C.DisableTorchFunctionSubclass():
-            fragments = self.states.fragments(place, requires_grad=param.requires_grad)
+            fragments = self._retired.pop(id(place), [])
+            for fragment in fragments:
+                fragment.param.requires_grad_(param.requires_grad)
+                self.states.point(fragment)
+            fragments = fragments or self.states.fragments(place, requires_grad=param.requires_grad)
+        own = {name: value for name, value in vars(param).items() if not isinstance(value, Tensor)}  # as a rate's scale
+        own.pop("_zeroshard")
+        for fragment in fragments:
+            vars(fragment.param).update(own)
         self.fragments += fragments
         self.members.append(Member(place, group))
         state = self.optimizer.state.pop(param, None)
@@ -328,6 +381,8 @@ class Binding(Transaction):
     def _begin(self) -> None:
         self.schedule.before_step()
         self.watcher.check_edits()
+        self._check_groups()
+        self._check_states()
         options, edits, number = self.options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(
@@ -344,6 +399,30 @@ class Binding(Transaction):
             buffer.rebind()
             if not self._by_itself(buffer) and buffer.edits.seed_master(asked=False):
                 buffer.changed()
+
+    def _check_groups(self) -> None:
+        """Report groups that were divided, before all ranks meet."""
+        if not self._unedited([param for group in self.optimizer.param_groups for param in group["params"]]):
+            list(self._members_now())
+
+    def _check_states(self) -> None:
+        """Refuse states of the model's own parameters that the program has asked for, or set: a step has others."""
+        state = self.optimizer.state
+        if len(state) == self.states.stateful:
+            return
+        added = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
+        strays = [key for key in state if hasattr(key, "_zeroshard") and id(key) not in added]
+        for param in strays:
+            del state[param]
+        if strays:
+            self.group.report(
+                StateError(
+                    "optimizer.state was asked for a parameter of the model, and has states of this rank's parts",
+                    where=f"optimizer {self.number}, parameter {strays[0]._zeroshard.name!r}, rank {self.group.rank}",
+                    instead="optimizer.state[p] of the p in optimizer.param_groups; to change the states of some "
+                    "parameters zero.unshard(), and shard again",
+                )
+            )
 
     def _check_options(self) -> None:
         try:
@@ -437,3 +516,8 @@ class Binding(Transaction):
         original(set_to_none=set_to_none)
         if set_to_none:
             self.gradients.hide(self._entries)
+
+
+def _at(of: Fragment | Place) -> tuple[int, int]:
+    """Return a parameter's bucket, and its position there."""
+    return of.buffer.bucket.index, of.position

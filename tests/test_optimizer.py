@@ -13,6 +13,7 @@ import functools
 import importlib
 import math
 import random
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -1102,6 +1103,42 @@ def scaled(engine):
 
 def test_an_optimizer_sees_attributes_of_parameters(stage):
     check(scaled, stages=(stage,), state=False)
+
+
+TABLES = {
+    ".scales": lambda optimizer, param: setattr(optimizer, "scales", {param: 0.1}),
+    ".by_id": lambda optimizer, param: setattr(optimizer, "by_id", {id(param): 0.1}),
+    ".special": lambda optimizer, param: setattr(optimizer, "special", {param}),
+    ".param_groups[0]['special']": lambda optimizer, param: optimizer.param_groups[0].update(special={param}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_an_optimizer_with_a_table_by_parameter_is_refused(name, stage):
+    """No part of a parameter is in it: the step would go on without."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = Scaled(model.parameters(), 0.05)
+    TABLES[name](optimizer, model[2].weight)
+    with pytest.raises(UserError, match=rf"(?s)by their identity.*Scaled{re.escape(name)}.*'2.weight'.*p.lr_scale"):
+        zeroshard.shard(model, optimizer, stage=stage)
+
+
+def in_inference_mode(engine, steps):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    with torch.inference_mode(not steps):
+        engine.shard(model, optimizer)
+    for step in range(3):
+        engine.backward(model, step)
+        with torch.inference_mode(steps):
+            optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("steps", [True, False], ids=["steps", "shard"])
+def test_steps_and_shard_in_inference_mode(steps, stage):
+    check(in_inference_mode, steps, stages=(stage,), state=False)
 
 
 def divided(stage, how):

@@ -138,7 +138,8 @@ def shard(
         warn_of_idle()
     check_flag("optimizer_in_backward", optimizer_in_backward)
     policies = precision, offload, layout, comm
-    return Zero(Engine(model, optimizers, stage, *policies, device, init, in_backward=optimizer_in_backward))
+    with torch.inference_mode(False):  # what is made here is trained
+        return Zero(Engine(model, optimizers, stage, *policies, device, init, in_backward=optimizer_in_backward))
 
 
 def _policy(name: str, given: Any, kind: Any) -> Any:

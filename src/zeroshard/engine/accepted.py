@@ -7,7 +7,7 @@ so the layout cuts what it updates. The class says which: `elementwise = True`, 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -114,6 +114,26 @@ def _check_overrides(optimizer: Any) -> None:
         )  # fmt: skip
 
 
+def _check_tables(optimizer: Any, records: Mapping[int, Managed]) -> None:
+    """Refuse tables by parameter in an optimizer: its step gets parts of parameters, which the tables do not have.
+
+    records: of all parameters, by their id.
+    """
+    held = {f".{name}": value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    for number, group in enumerate(optimizer.param_groups):
+        held |= {f".param_groups[{number}][{name!r}]": value for name, value in group.items() if name != "params"}
+    for name, value in held.items():
+        for key in value if isinstance(value, (dict, set, frozenset)) else ():
+            record = records.get(key if type(key) is int else id(key))
+            if record is not None:
+                raise UserError(
+                    "an optimizer looks parameters up by their identity, and a step gets this rank's parts of them",
+                    where=f"{type(optimizer).__name__}{name}, parameter {record.name!r}",
+                    instead="an attribute of the parameter, which its parts have too, such as p.lr_scale; or an option "
+                    "of its group",
+                )
+
+
 def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, replicated: bool) -> dict[str, int]:
     """Return, by parameter, how many elements no cut may part, for `layout` and for its optimizer; or `WHOLE`.
 
@@ -129,6 +149,7 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
             check_named(optimizer)
             _check_inside(optimizer)
         _check_overrides(optimizer)
+        _check_tables(optimizer, records)
         _check_matrices(optimizer, [records[id(p)].name for p in updated(optimizer) if id(p) in records], stacks)
     for optimizer in () if replicated or layout.bounds == "tensor" else optimizers:
         for record in (records.get(id(param)) for param in updated(optimizer)):

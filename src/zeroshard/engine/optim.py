@@ -372,7 +372,8 @@ class Binding(Transaction):
         """Count the writes so far to all that a step updates: fragments and states."""
         held = [fragment.param for fragment in self.fragments]
         states = [value for _, state in by_parameter(self.optimizer) for value in state.values()]
-        return len(states) + sum(each._version for each in (*held, *states) if isinstance(each, Tensor))
+        counting = [each for each in (*held, *states) if isinstance(each, Tensor) and not each.is_inference()]
+        return len(states) + sum(each._version for each in counting)
 
     def _nested(self) -> bool:
         """Tell if a running step of the same optimizer calls this one (`super().step()`: torch hooks both)."""

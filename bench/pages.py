@@ -94,6 +94,8 @@ class Watched:
         if self.name == "tiers":
             offload = zeroshard.Offload(parameters=0.5, gradients="cpu", optimizer="nvme", path="run/scratch")
         layout, comm = zeroshard.Layout(), zeroshard.Comm()
+        if self.name == "run-1000":
+            layout = zeroshard.Layout(units=[Block])  # small ones would join, and there would be little to show
         if self.name == "experts":
             layout = zeroshard.Layout(along={"*experts*": "edp"})
             comm = zeroshard.Comm(group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))

@@ -1,6 +1,6 @@
-"""zeroshard's definition of gradient norms, on plain tensors: see `zeroshard.cli.reference`."""
+"""zeroshard's definition of gradient norms, on plain tensors: see `zeroshard.reference`."""
 
-from zeroshard.cli.reference import BLOCK, norm_of_tensor, total_norm
+from zeroshard.reference import BLOCK, norm_of_tensor, total_norm
 
 of_tensor, total = norm_of_tensor, total_norm
 

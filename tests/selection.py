@@ -5,8 +5,8 @@
                 functions share them out, so that each file still runs at every stage and every number of ranks that it has
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
-    make full   every value of every parameter at least once, and what is marked `full` by hand: tests of over a second;
-                and in processes one test of each function that `make test` runs in worlds
+    make full   every value of every parameter that `make test` has not, and what is marked `full` by hand: tests of over
+                a second; and in processes what `make test` runs in worlds of functions that have no other test there
     make pairs  any two values of two parameters of a test that starts ranks, where `make full` has not both in one test
     make slow   what is marked `slow` by hand, and all other combinations of three and more parameters
 
@@ -140,7 +140,7 @@ def mark(items: Sequence[Any]) -> None:
 
 def _leave_to_pairs_and_slow(name: str, found: Sequence[Any]) -> None:
     """Mark tests of one function on ranks: `pairs` where it brings two values together, and no value that is new; `slow`
-    where it brings nothing. Mark `worlds` one that `make test` runs, if no other test of the function is in `make full`."""
+    where it brings nothing. Mark `worlds` those that `make test` runs, if none of the function's is in `make full`."""
     order = list(range(len(found)))
     random.Random(name).shuffle(order)
     kept = quick = {at for at, item in enumerate(found) if not item.get_closest_marker("full")}

@@ -455,6 +455,7 @@ REFUSED = {
     "norm-of-order-minus-1": lambda g: torch.linalg.vector_norm(g, -1.0),
     "norm-of-order-0": lambda g: g.norm(0),
     "wrong-shape": lambda g: g.mul_(torch.ones(g.shape[1] + 1)),
+    "no-such-axis": lambda g: g.index_fill_(5, torch.tensor([0]), 0.0),
     "too-many-axes": lambda g: g.mul_(torch.ones(1, *g.shape)),
     "write-one-element": lambda g: g[0].zero_(),
 }

@@ -13,9 +13,10 @@ import reference
 import training
 import zeroshard
 from zeroshard import Comm, Layout, Machine, Offload, Precision
-from zeroshard.cli.reference import in_codes, total_norm
+from zeroshard.cli.reference import in_codes
 from zeroshard.errors import NotFiniteError, UserError
 from zeroshard.planner.simulate import simulate
+from zeroshard.reference import total_norm
 
 INT8 = Comm(timeout=60, reduce="int8")
 

@@ -776,7 +776,8 @@ def test_an_attribute_in_a_weights_memory_is_refused(name, stage):
     ):
         zeroshard.shard(nn.Sequential(nn.Linear(4, 4), model), None, stage=stage)
     model.w = [model.weight, torch.zeros(4), "a word"]
-    zeroshard.shard(nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)), model), None, stage=stage)
+    normed = nn.utils.spectral_norm(nn.Linear(4, 4)), nn.utils.spectral_norm(nn.LSTM(4, 4), "weight_hh_l0")
+    zeroshard.shard(nn.Sequential(*normed, model), None, stage=stage)
 
 
 def test_the_remedy_for_rows_that_a_forward_edits_bounds_them():

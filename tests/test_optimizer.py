@@ -1049,7 +1049,46 @@ def backwards(optimizer, model, step):
         optimizer.param_groups.reverse()
 
 
-EDITED_GROUPS = [put_back, put_back_by_the_models_own, divided_by_the_models_own, other_dict, set_to_the_models_own,
+def unfrozen_into_other_groups(optimizer, model, step):
+    """The first layer is frozen at first; then the groups are made anew."""
+    if step == 0:
+        model[0].requires_grad_(False)
+    if step == 2:
+        model[0].requires_grad_(True)
+        optimizer.param_groups.clear()
+        for params in ([*model[0].parameters(), *model[2].parameters()], model[4].parameters()):
+            optimizer.add_param_group({"params": params, "lr": 0.01})
+
+
+def left_out_and_back(optimizer, model, step):
+    """The program's own frozen parameters leave their group, and come back once they are trained again."""
+    if step == 1:
+        model[4].requires_grad_(False)
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param.requires_grad]
+    if step == 3:
+        model[4].requires_grad_(True)
+        optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.01})
+
+
+def filtered_by_what_is_trained(optimizer, model, step):
+    if step == 0:
+        model[2].requires_grad_(False)
+    if step == 1:
+        model[2].requires_grad_(True)
+    if step == 3:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if param.requires_grad]
+
+
+def put_back_as_it_was(optimizer, model, step):
+    if step == 1:
+        model[4].kept = optimizer.param_groups.pop(1)
+    if step == 3:
+        optimizer.param_groups.append(model[4].kept)
+
+
+EDITED_GROUPS = [unfrozen_into_other_groups, left_out_and_back, filtered_by_what_is_trained, put_back_as_it_was, put_back, put_back_by_the_models_own, divided_by_the_models_own, other_dict, set_to_the_models_own,
                  away_for_two_steps, frozen_ones_left_out, backwards]  # fmt: skip
 
 
@@ -1065,6 +1104,13 @@ def with_edited_groups(engine, edit):
         engine.train(model, optimizer, [step])
         model.zero_grad()
         edit(optimizer, model, step)
+    if engine.zero and edit is frozen_ones_left_out:
+        assert not any(
+            param is part
+            for part in model[4].parameters()
+            for group in optimizer.param_groups
+            for param in group["params"]
+        )
     return model
 
 
@@ -1072,6 +1118,53 @@ def with_edited_groups(engine, edit):
 def test_groups_are_edited_in_mid_run_as_in_plain_pytorch(edit, stage):
     """Also the states of parameters that leave an optimizer and come back, which torch keeps."""
     check(with_edited_groups, edit, stages=(stage,), state=False)
+
+
+def saved_after_edits(edit, stage, path):
+    """The weights of a run whose groups are edited, and of one that is saved and loaded after the last edit."""
+    found = []
+    for at in ("straight", "saved"):
+        model = models.build("mlp", sizes=SIZES)
+        groups = [{"params": model[0].parameters()}, {"params": [*model[2].parameters(), *model[4].parameters()]}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+        for step in range(6):
+            models.loss("mlp", model, models.batch("mlp", step, ranks.rank())).backward()
+            optimizer.step()
+            model.zero_grad()
+            optimizer.zero_grad()
+            edit(optimizer, model, step)
+            if step == 4 and at == "saved":
+                zero.save(path)
+                zero.load(path)
+        with zero.gathered():
+            found.append(reference.weights(model))
+    return reference.first_difference(*found)
+
+
+@pytest.mark.parametrize("edit", EDITED_GROUPS, ids=lambda edit: edit.__name__)
+def test_a_save_after_groups_were_edited_loads(edit, stage, tmp_path):
+    assert ranks.run(2, saved_after_edits, edit, stage, tmp_path / "saved") == ["", ""]
+
+
+def copied_beside_an_ignored_one(stage):
+    """A group that has an ignored parameter, and none of which this rank has a part, is copied."""
+    model = models.build("mlp", sizes=SIZES)
+    groups = [{"params": [model[0].weight, model[4].bias]}, {"params": [model[0].bias, *model[2].parameters()]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02)
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(ignore=["0.weight"]))
+    for step in range(3):
+        models.loss("mlp", model, models.batch("mlp", step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step < 2:
+            optimizer.param_groups[:] = [dict(group, lr=0.01) for group in optimizer.param_groups]
+    return sorted(place[1].name for *_, places in zero.optimizer_members() for place in places)
+
+
+def test_a_group_with_an_ignored_parameter_is_followed(stage):
+    names = ["0.bias", "2.bias", "2.weight", "4.bias"]
+    assert ranks.run(3, copied_beside_an_ignored_one, stage) == [names] * 3
 
 
 class Scaled(torch.optim.Optimizer):
@@ -1141,11 +1234,11 @@ def test_steps_and_shard_in_inference_mode(steps, stage):
     check(in_inference_mode, steps, stages=(stage,), state=False)
 
 
-def divided(stage, how):
+def divided(stage, how, path):
     """What a step says after a group was divided by the parts that it holds; and that it works once that is undone."""
     model = models.build("mlp", sizes=SIZES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    zeroshard.shard(model, optimizer, stage=stage)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
     held = optimizer.param_groups[0]["params"]
     whole = list(held)
     if how == "moved":
@@ -1154,7 +1247,7 @@ def divided(stage, how):
         held.pop()
     model(models.batch("mlp", 0, 0)[0]).sum().backward()
     with pytest.raises((StateError, PeerError)) as error:
-        optimizer.step()
+        zero.save(path) if how == "saved" else optimizer.step()
     del optimizer.param_groups[1:]
     held[:] = whole
     optimizer.zero_grad()
@@ -1163,11 +1256,11 @@ def divided(stage, how):
     return str(error.value)
 
 
-@pytest.mark.parametrize("how", ["moved", "left out"])
+@pytest.mark.parametrize("how", ["moved", "left out", "saved"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_group_that_is_divided_by_its_parts_is_refused(how, stage):
+def test_a_group_that_is_divided_by_its_parts_is_refused(how, stage, tmp_path):
     """Each rank has other parts, and would divide it elsewhere."""
-    for said in ranks.run(2, divided, stage, how):
+    for said in ranks.run(2, divided, stage, how, tmp_path / "saved"):
         assert "an optimizer's group was divided by what it holds" in said
         assert "add_param_group(...) for the model's own parameters" in said
 
@@ -1175,7 +1268,7 @@ def test_a_group_that_is_divided_by_its_parts_is_refused(how, stage):
 def asked_for_states(stage, how):
     model = models.build("mlp", sizes=SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    zeroshard.shard(model, optimizer, stage=stage)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
     for step in range(3):
         model(models.batch("mlp", 0, 0)[0]).sum().backward()
         if step == 1:
@@ -1183,6 +1276,7 @@ def asked_for_states(stage, how):
                 optimizer.state[model[2].weight] = {}
             else:  # as ReLoRA's reset does, and goes on
                 assert len(optimizer.state[model[2].weight]) == 0
+                zero.ledger()
             with pytest.raises((StateError, PeerError)) as error:
                 optimizer.step()
         optimizer.step()

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.cli import reference
+from zeroshard.reference import total_norm
 from zeroshard.stage import STAGES
 
 from ..model import loss_of
@@ -181,7 +182,7 @@ def _scaled_by_hand(kind: str, world: int) -> tuple[list[tuple[list[float], floa
         for gradient in gradients:
             gradient.div_(world).mul_(1 / scale)
         if all(bool(gradient.isfinite().all()) for gradient in gradients):
-            reference.clip_(gradients, CLIP, reference.total_norm)
+            reference.clip_(gradients, CLIP, total_norm)
             optimizer.step()
             for param, master in zip(params, masters, strict=True):
                 param.data.copy_(master)

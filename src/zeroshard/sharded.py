@@ -23,7 +23,7 @@ from .engine.accepted import by_bucket, check_added, check_options, sends
 from .engine.alike import Alike, joined
 from .engine.assembly import Assembly
 from .engine.backward import in_backward
-from .engine.buffer import Buffer
+from .engine.buffer import Buffer, Place
 from .engine.codec import Values
 from .engine.contribution import Contribution, Division
 from .engine.gradient import Gradients
@@ -251,6 +251,7 @@ class Engine:
         now = self._traits()
         if now == self._known:
             return
+        changed: dict[tuple[int, int], bool] = {}  # by bucket and position, which are trained now
         for record, (dtype, device, trainable), (_, _, was) in zip(self.managed, now, self._known, strict=True):
             own = record.param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
             if dtype is not own or device != self.device:
@@ -263,6 +264,12 @@ class Engine:
                         dtype if dtype is not own else None, device if device != self.device else None
                     ),
                 )
+            if trainable != was:
+                place: Place = record.param._zeroshard  # type: ignore[attr-defined]
+                changed[place.buffer.bucket.index, place.position] = trainable
+        for binding in self.bindings if changed else ():
+            binding.membership.freeze(changed)
+        for record, (_, _, trainable), (_, _, was) in zip(self.managed, now, self._known, strict=True):
             if trainable and not was:
                 self._unfreeze(record)
         self._known = now
@@ -335,7 +342,7 @@ class Engine:
                 binding.retarget(buffer)
         self.schedule.backward.hook_gradients()
         for binding in self.bindings:
-            binding.adopt()
+            binding.follow_groups(again=True)
 
     # --- on request -------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ def test_the_line_of_a_config_reads_it(planned, tmp_path, monkeypatch):
         ),
         (
             f"{JOB} --ranks 2 --gpu-mem 1GiB",
-            "Stage 0 fits, the lowest that does: ",
+            "Stage 1, all on the device, the optimizer in backward: the fastest that fits on each of 2 ranks, ",
         ),
     ],
 )

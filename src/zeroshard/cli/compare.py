@@ -31,6 +31,7 @@ from zeroshard.cli.policies import policies, precision_of
 from zeroshard.cli.question import Configuration, Difference, Question
 from zeroshard.errors import Error, UserError
 from zeroshard.planner.job import Job, build
+from zeroshard.reference import total_norm
 
 CHECKPOINT = "checkpoint"  # of a recorded run, in its folder
 
@@ -107,7 +108,7 @@ def _run_plain(
     options: dict[str, Any] = {
         "steps": question.steps,
         "clip": question.clip,
-        "norm": reference.total_norm,
+        "norm": total_norm,
         "average": True,
         "after_step": lambda step: look(step, seeded.take_losses(), model),
     }

@@ -322,5 +322,5 @@ def _answers(found: Plan, limit: int, options: dict[str, Any], amount: Amount) -
         show_fits(found, found.fitting, options, amount)
         return
     if not any(stage.fits for stage in found.stages):
-        screen.say("  nothing here is enough; a smaller model, or fewer bytes per parameter, would be")
+        screen.say("  no stage that was asked for fits")
     screen.console.print()

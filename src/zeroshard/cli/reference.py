@@ -5,11 +5,7 @@ add the gradients up in `p.grad`, divides once by the number of ranks, clips, an
 parameters of one dtype, `accumulate_with_masters` for low-precision parameters with fp32 masters and fp32 sums, and
 `loop` is the same loop as a user writes it, to be run on each rank of a sharded model.
 
-Norms are zeroshard's by definition and nothing else of it: pad a tensor with zeros to blocks of 128 elements, add each
-block's |x|^order in fp32 by halving (the first half plus the second, until one number is left), add the blocks' sums
-exactly, take the root in fp64, round to fp32. Powers of orders other than 1, 2 and inf are products and square roots in
-fp64, added in fp64, and a block's sum is rounded to 24 bits. The norm of several tensors is torch's own norm of their
-norms. Here it is computed with exact Python arithmetic instead of integer bins.
+Norms are zeroshard's by definition and nothing else of it: `zeroshard.reference` has it.
 
 A batch function takes (step, index). A norm function takes (gradients, norm_type).
 """
@@ -26,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from ..device import divisor
+from ..reference import BLOCK
 
 Batches = Callable[[int, int], Any]
 Loss = Callable[[nn.Module, Any], Tensor]
 Norm = Callable[[list[Tensor], float], Tensor]
-BLOCK = 128
 LOW = (torch.bfloat16, torch.float16)
 
 
@@ -292,53 +288,6 @@ def first_unequal(got: Tensor, want: Tensor) -> tuple[int, str, str, str] | None
     at = int(wrong.nonzero()[0])
     mine, theirs = (repr(tensor.reshape(-1)[at].item()) for tensor in (got, want))
     return at, mine, theirs, f"{int(wrong.sum())} of {wrong.numel()} elements differ"
-
-
-def norm_of_tensor(gradient: Tensor, order: float = 2.0, block: int = BLOCK) -> Tensor:
-    flat = gradient.detach().reshape(-1).to(torch.float32)
-    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
-    rows = rows * rows if order == 2.0 else rows.abs()
-    if order not in (1.0, 2.0, math.inf):
-        rows = _power(rows.to(torch.float64), order)
-    while rows.shape[1] > 1:
-        low, high = rows.chunk(2, dim=1)
-        rows = torch.maximum(low, high) if order == math.inf else low + high
-    sums = rows[:, 0].tolist()
-    if order == math.inf:
-        total = math.nan if any(map(math.isnan, sums)) else max(sums, default=0.0)
-    else:
-        total = math.fsum(sums if order in (1.0, 2.0) else map(_rounded, sums))
-    root = total if order in (1.0, math.inf) else math.sqrt(total) if order == 2.0 else total ** (1.0 / order)
-    return torch.tensor(root, dtype=torch.float64).to(torch.float32)
-
-
-def _power(x: Tensor, order: float) -> Tensor:
-    """Compute x^order by products and square roots: one of each for every binary digit of the order."""
-    result, at = torch.ones_like(x), x
-    for digit in reversed(f"{int(order):b}"):
-        result, at = result * at if digit == "1" else result, at * at
-    at, fraction = x, order % 1.0
-    while fraction:
-        at, fraction = at.sqrt(), 2 * fraction
-        result, fraction = (result * at, fraction - 1) if fraction >= 1 else (result, fraction)
-    return result
-
-
-def _rounded(number: float) -> float:
-    """Round to 24 bits."""
-    mantissa, exponent = math.frexp(number)
-    return math.ldexp(round(mantissa * 2**24), exponent - 24) if math.isfinite(number) else number
-
-
-def total_norm(gradients: Iterable[Tensor], order: float = 2.0, block: int = BLOCK) -> Tensor:
-    """Compute the global norm, as a `norm` for `accumulate`.
-
-    Each gradient's own is one number wherever it is taken. The norm of these is taken where the first gradient is, as
-    torch's clipping does: a GPU adds them up in another order than the CPU.
-    """
-    gradients = [*gradients]
-    norms = torch.stack([norm_of_tensor(gradient, order, block) for gradient in gradients])
-    return torch.as_tensor(torch.linalg.vector_norm(norms.to(gradients[0].device), order))
 
 
 def _count(backwards: Any, step: int) -> int:

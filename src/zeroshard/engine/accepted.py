@@ -129,8 +129,8 @@ def _check_tables(optimizer: Any, records: Mapping[int, Managed]) -> None:
                 raise UserError(
                     "an optimizer looks parameters up by their identity, and a step gets this rank's parts of them",
                     where=f"{type(optimizer).__name__}{name}, parameter {record.name!r}",
-                    instead="an attribute of the parameter, which its parts have too, such as p.lr_scale; or an option "
-                    "of its group",
+                    instead="an attribute of the parameter, set before shard(...), which its parts have too, such as "
+                    "p.lr_scale; or an option of its group",
                 )
 
 
@@ -226,12 +226,15 @@ def check_added(
     """Refuse a parameter from `add_param_group` after `shard` that is not the model's, is updated already, or may be
     cut where this optimizer cannot have a cut."""
     ignored = {id(param) for param in model.parameters() if not hasattr(param, "_zeroshard")}
-    updated = {id(member.place) for binding in bindings for member in binding.members}
+    held = {id(param) for binding in bindings for group in binding.optimizer.param_groups for param in group["params"]}
+    parts = [fragment for binding in bindings for fragment in binding.fragments if id(fragment.param) in held]
+    updated = {(part.buffer.bucket.index, part.position) for part in parts}
+    updated -= set().union(*(binding.membership.frozen for binding in bindings))  # which the program may have left out
     for param in added:
         place = getattr(param, "_zeroshard", None)
         if id(param) not in ignored and not (place is not None and any(place.buffer is own for own in buffers)):
             raise UserError(_FOREIGN, where=f"a group that was added, shape {tuple(param.shape)}", instead=_TOGETHER)
-        if place is not None and id(place) in updated:
+        if place is not None and (place.buffer.bucket.index, place.position) in updated:
             raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
         if place is not None and place.buffer.bucket.slots[place.position].cut is not None:
             check_parts(optimizer, [place.name])

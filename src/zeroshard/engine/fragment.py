@@ -85,7 +85,7 @@ class States:
         self._versions: dict[int, int] = {}  # by bucket, its count when all writes were last known
         self._addresses: dict[int, int] = {}  # by fragment's id, where its memory is
         self._counted: dict[tuple[str, str], int] = {}  # bytes in the ledger, by tier and name
-        self.stateful = 0  # parameters that had state then
+        self._stateful = 0  # parameters that had state then
 
     def follow(self, fragments: Sequence[Fragment]) -> None:
         """Set the fragments that the optimizer holds now."""
@@ -189,7 +189,7 @@ class States:
 
     def count(self, *, changed: bool = False) -> None:
         """Tell the ledger the bytes of states; `changed`: only if more or fewer parameters have state than before."""
-        if changed and len(self.optimizer.state) == self.stateful:
+        if changed and len(self.optimizer.state) == self._stateful:
             return
         stateful = len(self.optimizer.state)
         now: dict[tuple[str, str], int] = {}
@@ -202,7 +202,7 @@ class States:
                     now[tier, key] = now.get((tier, key), 0) + value.numel() * value.itemsize
         for at in dict.fromkeys([*now, *self._counted]):
             self.group.ledger.hold(at[1], now.get(at, 0) - self._counted.get(at, 0), at[0])
-        self._counted, self.stateful = now, stateful
+        self._counted, self._stateful = now, stateful
 
     # --- in files ---------------------------------------------------------------------------------------------------
 

@@ -143,7 +143,7 @@ def not_given(param: Tensor) -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         who = frame.f_locals.get("self")
-        groups = who.param_groups if isinstance(who, torch.optim.Optimizer) else []
+        groups = getattr(who, "param_groups", []) if isinstance(who, torch.optim.Optimizer) else []
         if any(each is param for group in groups for each in group["params"]):
             return (
                 f"shard(model, optimizer) with this {type(who).__name__}, or a list of all optimizers; after a phase "

@@ -111,6 +111,9 @@ class InBackward(Subscriber):
         trouble = self._trouble(local)
         if trouble is not None:
             self.group.report(trouble)
+        for binding in self.bindings:
+            binding.report_divided()
+            binding.check_states()
         self._words = [binding.options.words() for binding in self.bindings]
         return repr(self._words)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ from .buffer import Buffer, Place
 from .fragment import Fragment, Member, Shapes, States, by_parameter, fixed_shapes
 from .gradient import Gradients
 from .hooks import closure_at, hook_steps, refuse_alone, stay_last
+from .membership import Membership
 from .modes import unseen
 from .options import Options, same
 from .publish import publish
@@ -85,7 +86,9 @@ class Binding(Transaction):
         self.members: list[Member] = []  # every parameter this optimizer updates, on whichever rank
         self._groups: list[dict[str, Any]] = []  # its groups when they were last looked through
         self._held: list[nn.Parameter] = []  # and the parameters in them
-        self._retired: dict[int, list[Fragment]] = {}  # of removed parameters, by their place: torch keeps their states
+        self.membership = Membership()
+        self._grouping = 0  # a digest of which parameter is in which group
+        self._own = {id(param) for buffer in buffers for param in buffer.params}
         self._entries: list[Entry] = []  # the gradients of its members
         self.averages = Averages(gradients)
         self.options = Options(optimizer, self._check_options)
@@ -119,18 +122,39 @@ class Binding(Transaction):
 
     # --- fragments in place of parameters ---------------------------------------------------------------------------
 
-    def follow_groups(self) -> None:
-        """Adopt parameters that were added to the groups, and forget removed ones."""
-        now = [param for group in self.optimizer.param_groups for param in group["params"]]
-        if not self._unedited(now):
-            held = set(map(id, self._held))
-            self._forget(set(map(id, now)))
-            self.watcher.check_added(self.optimizer, [param for param in now if id(param) not in held])
-            self.adopt()
+    def follow_groups(self, *, again: bool = False) -> None:
+        """Adopt parameters that were added to the groups, and forget removed ones. again: also if nothing was added."""
+        if (self._unedited() and not again) or self.report_divided():
+            return
+        held = {*map(id, self._held), *(id(part.param) for each in self.membership for part in each.fragments)}
+        self.membership.follow(self.optimizer.param_groups)
+        self.members = self.membership.members
+        self.watcher.check_added(self.optimizer, [param for param in self._holds() if id(param) not in held])
+        self.adopt()
 
-    def _unedited(self, now: list[nn.Parameter]) -> bool:
-        """Tell if the groups, and what they hold `now`, are what they were."""
-        return same(now, self._held) and same(self.optimizer.param_groups, self._groups)
+    def _holds(self) -> list[nn.Parameter]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]
+
+    def _unedited(self) -> bool:
+        return same(self._holds(), self._held) and same(self.optimizer.param_groups, self._groups)
+
+    def report_divided(self) -> bool:
+        """Report a group that was divided by its fragments, before anything follows the edit; tell if one was."""
+        if self._unedited() or (found := self.membership.divided(self.optimizer.param_groups)) is None:
+            return False
+        parts, groups = found
+        numbers = [at for at, group in enumerate(self.optimizer.param_groups) if any(group is each for each in groups)]
+        self.group.report(
+            StateError(
+                "an optimizer's group was divided by what it holds, which are this rank's parts of parameters",
+                where=f"optimizer {self.number}, rank {self.group.rank}",
+                expected=f"all {len(parts.fragments)} parts that were in one group in one group again, or in none",
+                got=f"some of them in group {' and '.join(map(str, numbers))}",
+                instead="take the group out of optimizer.param_groups, and optimizer.add_param_group(...) for the "
+                "model's own parameters; or p.requires_grad_(False) for those that are not to be trained",
+            )
+        )
+        return True
 
     def adopt(self, *, broadcast_state: bool = False) -> None:
         """Put fragments in place of full parameters in the groups: all at construction, later those of
@@ -150,15 +174,23 @@ class Binding(Transaction):
                 for each in ([params[at]] if fragments is None else fragments)
                 if fragments is None or each.numel()
             ]
-            # A group must not be empty: schedulers, scalers and some step functions look at its first parameter.
-            kept = kept or [(next(fragments[0] for fragments in made if fragments), 0)]
+            # A group must not be empty: schedulers, scalers and some step functions look at its first parameter. And
+            # `membership` follows a group by the fragments in it, so that ignored parameters do not stand in.
+            if all(made[at] is None for _, at in kept):
+                kept.append(next((fragments[0], at) for at, fragments in enumerate(made) if fragments))
             if "param_names" in group:
                 group["param_names"] = [group["param_names"][at] for _, at in kept]
             params[:] = [param for param, _ in kept]  # in place: LBFGS, for one, keeps this very list
-        self._held = [param for group in self.optimizer.param_groups for param in group["params"]]
+        before = self.fragments
+        self._held, self._groups = self._holds(), list(self.optimizer.param_groups)
+        self.membership.follow(self._groups)
         held = set(map(id, self._held))
-        self._forget(held)
-        self.fragments = [fragment for fragment in self.fragments if id(fragment.param) in held]
+        self.members = self.membership.members
+        self.fragments = [fragment for fragment in self.membership.fragments if id(fragment.param) in held]
+        self._forget({id(fragment.param) for fragment in before} - {id(fragment.param) for fragment in self.fragments})
+        numbers = {id(group): number for number, group in enumerate(self._groups)}
+        grouped = [(m.place.buffer.bucket.index, m.place.position, numbers[id(m.group)]) for m in self.members]
+        self._grouping = zlib.crc32(repr(sorted(grouped)).encode())
         self.states.follow(self.fragments)
         self.gradients.made.clear()
         self.averages.enter((fragment, self._entry(fragment)) for fragment in self.fragments)
@@ -168,9 +200,8 @@ class Binding(Transaction):
         if self.fragments:
             self.gradients.stand_ins[self.number] = self.fragments[0].param
 
-    def _forget(self, held: set[int]) -> None:
-        """Forget members and fragments of groups that were removed. held: ids of all that groups hold."""
-        gone = {id(fragment.param) for fragment in self.fragments} - held
+    def _forget(self, gone: set[int]) -> None:
+        """Forget what the book of gradients knows of fragments that are in no group any more. gone: their ids."""
         for entry in self.gradients.entries:
             if entry.updater == self.number:
                 entry.updater = None
@@ -178,59 +209,16 @@ class Binding(Transaction):
                 entry.fragments[:] = [param for param in entry.fragments if id(param) not in gone]
         for number in gone:
             self.gradients.elements.pop(number, None)
-        self._groups = list(self.optimizer.param_groups)
-        now = [*self._members_now()]
-        for member, group in now:
-            if group is None:
-                self._retired[id(member.place)] = [each for each in self.fragments if _at(each) == _at(member.place)]
-        self.members = [Member(member.place, group) for member, group in now if group is not None]
-
-    def _members_now(self) -> Iterator[tuple[Member, dict[str, Any] | None]]:
-        """Yield each member, and the group that it is in now; None if in none.
-
-        This rank has fragments of some members alone. The others of a group go where those go. So a group that was
-        divided by its fragments, which each rank would divide elsewhere, is reported.
-        """
-        groups = {id(group): group for group in self.optimizer.param_groups}
-        where = {id(param): group for group in groups.values() for param in group["params"]}
-        held, of_group = set(map(id, self._held)), dict[int, list[Member]]()
-        for member in self.members:
-            of_group.setdefault(id(member.group), []).append(member)
-        for number, members in of_group.items():
-            places = {_at(member.place) for member in members}
-            mine = [each for each in self.fragments if _at(each) in places and id(each.param) in held]
-            found = {id(where[id(each.param)]): where[id(each.param)] for each in mine if id(each.param) in where}
-            left_out = [each for each in mine if id(each.param) not in where and each.param.requires_grad]
-            divided = len(found) > 1 or (found and left_out)
-            if divided and any(member.place.buffer.placements.optimizer for member in members):
-                self._report_divided(mine, where)
-            elif divided:  # each rank has all of every parameter
-                by_place = {_at(each): where.get(id(each.param)) for each in mine}
-                yield from ((member, by_place.get(_at(member.place))) for member in members)
-                continue
-            stays = next(iter(found.values()), groups.get(number))
-            if stays and not found and any(hasattr(param, "_zeroshard") for param in stays["params"]):
-                stays = None  # others, or whole parameters, were put in place of all of them
-            yield from ((member, stays) for member in members)
-
-    def _report_divided(self, mine: Sequence[Fragment], where: dict[int, dict[str, Any]]) -> None:
-        self.group.report(
-            StateError(
-                "an optimizer's group was divided by what it holds, which are this rank's parts of parameters",
-                where=f"optimizer {self.number}, rank {self.group.rank}",
-                expected=f"all {len(mine)} that a group held, in one group",
-                got=f"{sum(id(each.param) in where for each in mine)} of them, in one or several",
-                instead="take the group out of optimizer.param_groups, and optimizer.add_param_group(...) for the "
-                "model's own parameters; or p.requires_grad_(False) for those that are not to be trained",
-            )
-        )
 
     def _fragment(
         self, param: nn.Parameter, group: dict[str, Any], fixed: Shapes, *, broadcast: bool
     ) -> list[nn.Parameter]:
         place: Place = param._zeroshard  # type: ignore[attr-defined]
+        fragments = self.membership.take(place)  # of a parameter that has left, and comes back
+        again = {id(fragment.param) for fragment in fragments}
+        for other in self.optimizer.param_groups if again else ():  # one that was left out as frozen is here still
+            other["params"][:] = [each for each in other["params"] if id(each) not in again]
         with torch._C.DisableTorchFunctionSubclass():
-            fragments = self._retired.pop(id(place), [])
             for fragment in fragments:
                 fragment.param.requires_grad_(param.requires_grad)
                 self.states.point(fragment)
@@ -239,8 +227,7 @@ class Binding(Transaction):
         own.pop("_zeroshard")
         for fragment in fragments:
             vars(fragment.param).update(own)
-        self.fragments += fragments
-        self.members.append(Member(place, group))
+        self.membership.add(place, fragments, group)
         state = self.optimizer.state.pop(param, None)
         for fragment in fragments if state else ():
             kept = {
@@ -382,15 +369,15 @@ class Binding(Transaction):
     def _begin(self) -> None:
         self.schedule.before_step()
         self.watcher.check_edits()
-        self._check_groups()
-        self._check_states()
+        self.report_divided()
+        self.check_states()
         options, edits, number = self.options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(
-            "step", number, self.number, zlib.crc32(options.encode()),
+            "step", number, self.number, zlib.crc32(f"{options} {self._grouping}".encode()),
             zlib.crc32(repr((edits, having)).encode()),
             facts=lambda: f"{len(having)} of {len(self._entries)} parameters have gradients, which were scaled by "
-            f"{edits[-3:]}; options {options}",
+            f"{edits[-3:]}; options {options}; digest of what is in which group {self._grouping:x}",
         )  # fmt: skip
         self.gradients.take_edits()
         self.gradients.keeper.flush()
@@ -401,20 +388,12 @@ class Binding(Transaction):
             if not self._by_itself(buffer) and buffer.edits.seed_master(asked=False):
                 buffer.changed()
 
-    def _check_groups(self) -> None:
-        """Report groups that were divided, before all ranks meet."""
-        if not self._unedited([param for group in self.optimizer.param_groups for param in group["params"]]):
-            list(self._members_now())
-
-    def _check_states(self) -> None:
-        """Refuse states of the model's own parameters that the program has asked for, or set: a step has others."""
-        state = self.optimizer.state
-        if len(state) == self.states.stateful:
-            return
-        added = {id(param) for group in self.optimizer.param_groups for param in group["params"]}
-        strays = [key for key in state if hasattr(key, "_zeroshard") and id(key) not in added]
+    def check_states(self) -> None:
+        """Report states of the model's own parameters that the program has asked for, or set: a step has others."""
+        added = set(map(id, self._holds())) if any(id(key) in self._own for key in self.optimizer.state) else set()
+        strays: list[Any] = [key for key in self.optimizer.state if id(key) in self._own - added]
         for param in strays:
-            del state[param]
+            del self.optimizer.state[param]
         if strays:
             self.group.report(
                 StateError(
@@ -517,8 +496,3 @@ class Binding(Transaction):
         original(set_to_none=set_to_none)
         if set_to_none:
             self.gradients.hide(self._entries)
-
-
-def _at(of: Fragment | Place) -> tuple[int, int]:
-    """Return a parameter's bucket, and its position there."""
-    return of.buffer.bucket.index, of.position

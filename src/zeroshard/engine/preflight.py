@@ -149,6 +149,7 @@ def check_memory(model: nn.Module, managed: list[Managed]) -> None:
         if not isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
         if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
         if tensor.numel() and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        if kind != "attribute" or _has_memory(tensor)
     ]
     near: list[Held] = []
     for each in sorted(held, key=lambda each: each[:2]):
@@ -158,7 +159,8 @@ def check_memory(model: nn.Module, managed: list[Managed]) -> None:
                 first, second = sorted((each, other), key=lambda each: each.order)
                 tie = {
                     "parameter": f"{second.name} = {first.name}, one nn.Parameter, ties them; ",
-                    "attribute": f"read {first.name} in forward, where its values are wanted; ",
+                    "attribute": f"read {first.name} in forward, where its values are wanted, and delete "
+                    "the attribute before shard(...); ",
                 }.get(second.kind, "")
                 article = "an" if second.kind == "attribute" else "a"
                 raise UserError(
@@ -172,18 +174,29 @@ def check_memory(model: nn.Module, managed: list[Managed]) -> None:
 def _attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors that modules have as plain attributes, also in a list, tuple or dict, each with its name.
 
-    But for what torch's own spectral norm makes anew before each forward.
+    But for what torch's own modules make anew: spectral norm before each forward, recurrent layers for their kernels.
     """
     for path, module in model.named_modules():
-        norms = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        own = {hook.name for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
+        own |= {"_flat_weights"} if isinstance(module, nn.RNNBase) else set()
         prefix = f"{path}." * bool(path)
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and name not in norms:
+            if name in own:
+                continue
+            if isinstance(value, Tensor):
                 yield prefix + name, value
-            several = dict(enumerate(value)) if isinstance(value, (list, tuple)) else value
-            for key, each in several.items() if isinstance(several, dict) else ():
+            several: Any = value.items() if isinstance(value, dict) else ()
+            several = enumerate(value) if isinstance(value, (list, tuple)) else several
+            for key, each in several:
                 if isinstance(each, Tensor):
                     yield f"{prefix}{name}[{key!r}]", each
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() >= 0
+    except RuntimeError:  # a wrapper, such as torch.func's
+        return False
 
 
 def check_buffers(model: nn.Module) -> None:

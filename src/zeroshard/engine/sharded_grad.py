@@ -191,6 +191,8 @@ class ShardedGrad(Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write a number or a tensor to an index, as to a plain gradient's: on every rank the same."""
+        if self._is_fragment:
+            raise self._cannot("an index")
         shape, device = self._entry.slot.shape, self.device
         chosen = torch.zeros(shape, dtype=torch.bool, device=device)
         chosen[index] = True
@@ -240,7 +242,7 @@ class ShardedGrad(Tensor):
                 return alone
         if func in _INTO and kwargs.get("out") is args[0]:
             func, kwargs = _INTO[func], {key: value for key, value in kwargs.items() if key != "out"}
-        if func in _INDEX_FILL and isinstance(args[0], ShardedGrad):
+        if func in _INDEX_FILL and isinstance(args[0], ShardedGrad) and -args[0].dim() <= args[1] < args[0].dim():
             args[0][(slice(None),) * (args[1] % args[0].dim()) + (args[2],)] = args[3]
             return args[0]
         if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
@@ -379,6 +381,8 @@ _FOREACH = {
     aten._foreach_div_.ScalarList: aten.div_.Scalar,
     aten._foreach_add_.Scalar: aten.add_.Scalar,
     aten._foreach_add_.List: aten.add_.Tensor,
+    aten._foreach_add_.ScalarList: aten.add_.Scalar,
+    aten._foreach_sub_.ScalarList: aten.sub_.Scalar,
     aten._foreach_sub_.Scalar: aten.sub_.Scalar,
     aten._foreach_sub_.List: aten.sub_.Tensor,
     aten._foreach_copy_.default: aten.copy_.default,

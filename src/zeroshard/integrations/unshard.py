@@ -173,7 +173,7 @@ def _free_optimizer(binding: Binding, found: Found) -> None:
     """Put the model's parameters into an optimizer's groups, with whole states; remove what `shard` put around it."""
     optimizer: Any = binding.optimizer
     fragments = {id(each.param) for each in binding.fragments}
-    for each in binding.fragments:
+    for each in [fragment for parts in binding.membership for fragment in parts.fragments]:  # those that left it too
         optimizer.state.pop(each.param, None)
     for group in optimizer.param_groups:
         places = [member.place for member in binding.members if member.group is group]

@@ -160,6 +160,7 @@ def recipe_of(assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -
     recipe = formats.of_model(
         trained, [type(each).__name__ for each in optimizers], assembly.precision, assembly.comm,
         along=bool(assembly.asked.along), who='Offload("auto")',
+        instead="Offload(...) by hand; zeroshard plan MODULE:FUNCTION counts what any program holds",
     )  # fmt: skip
     return replace(recipe, in_backward=assembly.asked.in_backward)
 

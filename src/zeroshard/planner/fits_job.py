@@ -37,8 +37,9 @@ class Measured(NamedTuple):
         """Return what it holds at most. moved: does all but the last of the layers' share rest in another tier?"""
         width = HALF if (HALF, recompute) in self.of and itemsize <= HALF else max(each for each, _ in self.of)
         kept, most = self.of[width, recompute]
-        away = kept * max(self.layers - 2, 0) // self.layers if moved else 0
-        return Held(kept - away, most - away, away)
+        away = kept * (self.layers - 1) // self.layers if moved else 0
+        here = kept * max(self.layers - 2, 0) // self.layers if moved else 0  # one more is on its way
+        return Held(kept - away, most - here, away)
 
 
 def fits_job(run: Callable[..., Simulation], asked: Asked) -> Fitting:
@@ -52,7 +53,8 @@ def fits_job(run: Callable[..., Simulation], asked: Asked) -> Fitting:
     recipe = formats.of_model(
         [torch_dtype(bucket.dtype) for bucket in zero.partition.buckets if bucket.trainable],
         [type(optimizer).__name__ for optimizer, *_ in zero.optimizer_members()],
-        precision, asked.comm, along=bool(asked.experts), who="The search for what fits",
+        precision, asked.comm, along=bool(asked.experts), who="it",
+        instead="what each stage takes as it is, above",
     )  # fmt: skip
     specs, own = [*specs_of_partition(zero.partition, zero._engine.layout)], round(recipe.parameters)
     names = [unit.name or "the root" for unit in zero._engine.units]

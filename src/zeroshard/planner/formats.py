@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..numerics import Precision
 
-NARROW = 2  # bytes of a dtype whose masters are another one
+NARROW, WIDE = 2, 4  # bytes of dtypes: with masters of another one, and the widest that recipes have
 
 # Fields of `Precision` that say how many bytes a parameter takes, or that change none; a job's plan counts all.
 COUNTED = (
@@ -57,21 +57,30 @@ def engines(precision: Precision, optimizer: str | None) -> Recipe:
 
 
 def of_model(
-    dtypes: Iterable[torch.dtype], kinds: Iterable[str], precision: Precision, comm: Comm, *, along: bool, who: str
+    dtypes: Iterable[torch.dtype],
+    kinds: Iterable[str],
+    precision: Precision,
+    comm: Comm,
+    *,
+    along: bool,
+    who: str,
+    instead: str,
 ) -> Recipe:
     """Return the bytes per parameter of a model's formats and its optimizer's states, as a search takes them.
 
     dtypes: of trained parameters. kinds: names of the optimizers' classes. along: are parameters divided along an axis?
-    Raises `UserError`, which begins with who asks, for a model or optimizers of which no recipe is known.
+    Raises `UserError` for a model or optimizers of which no recipe is known. who, instead: of its words, who asks, and
+    what else there is.
     """
     told, named = sorted(set(dtypes), key=str), sorted(set(kinds))
-    instead = "Offload(...) by hand; zeroshard plan MODULE:FUNCTION counts what any program holds"
     several: dict[str, Sequence[object]] = {"dtypes of parameters": told, "optimizers": named}
     for what, found in several.items():
         if len(found) > 1:
             raise UserError(f"{who} counts {what} of one kind", got=", ".join(map(str, found)), instead=instead)
     if along:
         raise UserError(f"{who} does not count parameters along an axis", got="Layout(along=...)", instead=instead)
+    if told and told[0].itemsize > WIDE and precision.param_dtype is None:
+        raise UserError(f"{who} counts parameters of at most 32 bits", got=told[0], instead=instead)
     if told and told[0].itemsize <= NARROW and precision.param_dtype is None:
         precision = replace(precision, param_dtype=told[0])  # which they have by themselves
     try:

@@ -17,7 +17,7 @@ FEATURES = ": features"
 ORDER = (
     "errors.py", "features.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
     "owners.py", "layout.py", "matrices.py", "headroom.py", "flow.py", "nvrtc.py", "device.py", "resting.py",
-    "twins.py", "numerics.py", "bins.py", "fp8.py", "int8.py", "halves.py", "hashing.py", "digests.py",
+    "twins.py", "numerics.py", "reference.py", "bins.py", "fp8.py", "int8.py", "halves.py", "hashing.py", "digests.py",
     "ranks/launcher.py", "ranks/left.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
     "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",
     "ranks/neighbours.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py", "ranks/process_team.py",
@@ -32,7 +32,8 @@ ORDER = (
     "engine/contribution.py", "engine/apart.py", "engine/sums.py", "engine/relay.py", "engine/reduction.py",
     "engine/script.py", "engine/backward.py", "engine/forward.py", "engine/schedule.py", "engine/activations.py",
     "engine/recompute.py", "engine/fragment.py", "engine/averages.py", "engine/hooks.py", "engine/alone.py",
-    "engine/options.py", "engine/optim.py", "engine/moving.py", "engine/unsaved.py", "engine/accepted.py",
+    "engine/options.py", "engine/membership.py",
+    "engine/optim.py", "engine/moving.py", "engine/unsaved.py", "engine/accepted.py",
     "engine/experts.py", "engine/split.py", "engine/fused_split.py", "engine/in_backward.py",
     "engine/tensor_parallel.py", "engine/rejoined.py", "engine/preflight.py", "engine/alike.py", "engine/undo.py",
     "engine/assembly.py", "checkpoint/staging.py", "checkpoint/dtypes.py", "checkpoint/others.py",

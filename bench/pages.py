@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,14 @@ class Watched:
         offload = zeroshard.Offload()
         if self.name == "tiers":
             offload = zeroshard.Offload(parameters=0.5, gradients="cpu", optimizer="nvme", path="run/scratch")
-        layout, comm = zeroshard.Layout(), zeroshard.Comm()
+        layout, comm = zeroshard.Layout(), zeroshard.Comm(transport="gloo")  # messages, which the page shows
         if self.name == "run-1000":
             layout = zeroshard.Layout(units=[Block])  # small ones would join, and there would be little to show
         if self.name == "experts":
             layout = zeroshard.Layout(along={"*experts*": "edp"})
-            comm = zeroshard.Comm(group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))
+            comm = replace(comm, group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))
         if self.name == "replicas":
-            comm = zeroshard.Comm(replicas=2, optimizer="all")
+            comm = replace(comm, replicas=2, optimizer="all")
         zero = zeroshard.shard(model, optimizer, stage=3, offload=offload, layout=layout, comm=comm)
         metrics = []
         for step in range(steps):

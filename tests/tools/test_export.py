@@ -200,7 +200,11 @@ def weights_in(folder):
 FIRST = 2  # seed of `make test`: one copy for all ranks
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed != FIRST)) for seed in range(60)])
+def marked(seed):
+    return [] if seed == FIRST else [pytest.mark.full] if seed < 20 else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=marked(seed)) for seed in range(60)])
 def test_an_export_of_drawn_settings_is_what_gathered_shows(ranks, tmp_path, seed):
     """To the bit, on every rank; and byte for byte what comes from a checkpoint of the same moment."""
     job, path = drawn(seed), tmp_path / str(seed)

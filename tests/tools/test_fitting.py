@@ -420,7 +420,7 @@ def test_every_machine_has_a_line_or_a_proof(params, device, host, disk):
 
 @pytest.mark.full
 @pytest.mark.parametrize("gpu", ["t4", "4090", "a6000", "h100-80"])
-@pytest.mark.parametrize("model", ["7B", "13B", "30B"])
+@pytest.mark.parametrize("model", ["7B", *(pytest.param(size, marks=pytest.mark.slow) for size in ("13B", "30B"))])
 def test_a_row_of_the_table_of_machines_is_what_plan_says(monkeypatch, model, gpu):
     """docs/choose-a-stage.md; `python docs/fits.py` writes it."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")

@@ -91,7 +91,7 @@ def at_owner(tensor: Tensor, owner: int) -> list[Tensor]:
 
 def which_ranks_have(mine: list[bool]) -> list[list[bool]]:
     """Return every rank's list of flags, by rank."""
-    flags = torch.tensor(mine, dtype=torch.uint8)
+    flags = torch.tensor(mine, dtype=torch.uint8, device="cpu")
     told = [torch.empty_like(flags) for _ in range(ranks())]
     for source, flag in enumerate(told):
         broadcast(flag.copy_(flags), source)
@@ -124,7 +124,7 @@ def norm_of_tensor(gradient: Tensor, order: float = 2.0, block: int = BLOCK) -> 
     else:
         total = math.fsum(sums if order in (1.0, 2.0) else map(_rounded, sums))
     root = total if order in (1.0, math.inf) else math.sqrt(total) if order == 2.0 else total ** (1.0 / order)
-    return torch.tensor(root, dtype=torch.float64).to(torch.float32)
+    return torch.tensor(root, dtype=torch.float64, device="cpu").to(torch.float32)
 
 
 def _power(x: Tensor, order: float) -> Tensor:
@@ -153,7 +153,8 @@ def total_norm(gradients: Iterable[Tensor], order: float = 2.0, block: int = BLO
     """
     gradients = [*gradients]
     norms = torch.stack([norm_of_tensor(gradient, order, block) for gradient in gradients])
-    return torch.as_tensor(torch.linalg.vector_norm(norms.to(gradients[0].device), order))
+    total: Tensor = torch.linalg.vector_norm(norms.to(gradients[0].device), order)
+    return total
 
 
 # -------------------------------------------------------------------------------------------------------------- buckets
@@ -396,7 +397,7 @@ class Reference:
                 slot, (first, last) = bucket.plan.slots[number], bucket.own
                 start, stop = max(first - slot.start, 0), min(last - slot.start, slot.numel)
                 if start < stop:
-                    made = Fragment(nn.Parameter(torch.empty(0)), bucket, number, start, stop)
+                    made = Fragment(param, bucket, number, start, stop)
                     made = made._replace(param=nn.Parameter(made.of(bucket.updated), requires_grad=param.requires_grad))
                     self.fragments.append(made)
                     kept.append(made.param)
@@ -472,7 +473,7 @@ class Reference:
             self._collect(bucket, bucket.updated, found["weights"])
         for bucket in (each for each in self.buckets if each.plan.trainable):
             for state in self._states_of(bucket):
-                own = torch.zeros(bucket.own[1] - bucket.own[0])
+                own = bucket.updated.new_zeros(bucket.own[1] - bucket.own[0], dtype=torch.float32)
                 for each in (each for each in self.fragments if each.bucket is bucket):
                     each.of(own).copy_(self.optimizer.state[each.param][state].expand(each.stop - each.start))
                 self._collect(bucket, own, found["states"].setdefault(state, {}))

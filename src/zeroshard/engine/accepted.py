@@ -148,8 +148,8 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
             _check_made(optimizer)
             check_named(optimizer)
             _check_inside(optimizer)
+            _check_tables(optimizer, records)
         _check_overrides(optimizer)
-        _check_tables(optimizer, records)
         _check_matrices(optimizer, [records[id(p)].name for p in updated(optimizer) if id(p) in records], stacks)
     for optimizer in () if replicated or layout.bounds == "tensor" else optimizers:
         for record in (records.get(id(param)) for param in updated(optimizer)):

@@ -140,14 +140,18 @@ class Gradients:
             grads = [entry.param.grad for entry in entries]
         for entry, grad in zip(entries, grads, strict=True):
             if grad is not None and not (isinstance(grad, ShardedGrad) and grad._number == entry.number):
+                filled = entry.accumulator.filled  # by this parameter's gradient, or another's of its bucket
                 raise StateError(
                     "a sharded gradient was replaced by another tensor",
                     where=f"parameter {entry.slot.name!r}",
                     expected="the ShardedGrad that backward left here, edited in place",
                     got=type(grad).__name__,
-                    instead="p.grad.copy_(tensor) in place of p.grad = tensor; where no backward has left a gradient "
-                    "here, as after zero_grad(), torch.autograd.backward(params, tensors) with each rank's own, which "
-                    "averages them (at stage 3 in zero.gathered(), as torch.autograd.grad is)",
+                    instead="p.grad.copy_(tensor) in place of p.grad = tensor; where p.grad was None, "
+                    * filled
+                    + "torch.autograd.backward(params, tensors) with each rank's own, which averages them (at stage 3 "
+                    "in zero.gathered(), as torch.autograd.grad is)"
+                    + "; no backward has left a gradient here"
+                    * (not filled),
                 )
         return {entry.number for entry, grad in zip(entries, grads, strict=True) if grad is not None}
 

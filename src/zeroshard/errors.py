@@ -23,6 +23,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
+def one_line(message: object) -> str:
+    """Join an error's lines to one, for logs and `grep`."""
+    return "; ".join(line.strip() for line in str(message).splitlines())
+
+
 class Error(Exception):
     """Base of everything zeroshard raises on purpose.
 

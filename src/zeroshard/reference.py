@@ -171,7 +171,7 @@ class Bucket:
         kind = self.params[0]
         self.full: Tensor | None = kind.new_zeros(plan.numel, requires_grad=False)  # None while released
         for slot, param in zip(plan.slots, self.params, strict=True):
-            self.full[slot.start : slot.start + slot.numel] = param.detach().reshape(-1)
+            self.full[slot.start : slot.stop] = param.detach().reshape(-1)
         broadcast(self.full, 0)
         self.shard = self.full[slice(*self.own)].clone() if stage == 3 else None
         low = kind.dtype in LOW and plan.trainable
@@ -197,7 +197,7 @@ class Bucket:
             if self.full is None:
                 param.data = param.new_full((1,), torch.nan, requires_grad=False).expand(slot.shape)
             else:
-                param.data = self.full[slot.start : slot.start + slot.numel].view(slot.shape)
+                param.data = self.full[slot.start : slot.stop].view(slot.shape)
 
     def gather(self) -> Tensor:
         """Stage 3: put the flat tensor together, each part broadcast by the rank that owns it."""
@@ -227,7 +227,7 @@ class Bucket:
         flat = self.params[0].new_zeros(self.plan.numel, requires_grad=False)
         for slot, param in zip(self.plan.slots, self.params, strict=True):
             if param.grad is not None:
-                flat[slot.start : slot.start + slot.numel] = param.grad.reshape(-1)
+                flat[slot.start : slot.stop] = param.grad.reshape(-1)
                 param.grad = None
         if self.sums is None:
             wide = torch.float32 if flat.dtype in LOW else flat.dtype
@@ -248,7 +248,7 @@ class Bucket:
         """Add one rank's piece, elements [start, stop) of the bucket: the first gradient of a parameter is copied, as
         autograd does, since 0 + -0 is 0; one that a rank does not have is left out."""
         for number, slot in enumerate(self.plan.slots):
-            first, last = max(slot.start, start), min(slot.start + slot.numel, stop)
+            first, last = max(slot.start, start), min(slot.stop, stop)
             if has[number] and first < last:
                 here = slice(first - start, last - start)
                 if self.summed[number]:
@@ -397,10 +397,9 @@ class Reference:
                 slot, (first, last) = bucket.plan.slots[number], bucket.own
                 start, stop = max(first - slot.start, 0), min(last - slot.start, slot.numel)
                 if start < stop:
-                    made = Fragment(param, bucket, number, start, stop)
-                    made = made._replace(param=nn.Parameter(made.of(bucket.updated), requires_grad=param.requires_grad))
-                    self.fragments.append(made)
-                    kept.append(made.param)
+                    part = bucket.updated[slot.start + start - first : slot.start + stop - first]
+                    kept.append(nn.Parameter(part, requires_grad=param.requires_grad))
+                    self.fragments.append(Fragment(kept[-1], bucket, number, start, stop))
             group["params"] = kept or [nn.Parameter(group["params"][0].new_empty(0, requires_grad=False))]
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -437,14 +436,14 @@ class Reference:
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm together is no larger; return what it was. As torch's own, with norms
-        that are the same however parameters are cut (`norms`). Collective."""
+        that are the same however parameters are cut (`norm_of_tensor`). Collective."""
         self._average()
         gradients = []
         for bucket in self.buckets:
             if bucket.sums is not None:
                 flat = bucket.whole(bucket.mine(bucket.sums)) if self.stage >= 2 else bucket.sums
                 slots = zip(bucket.plan.slots, bucket.summed, strict=True)
-                gradients += [(slot.name, flat[slot.start : slot.start + slot.numel]) for slot, has in slots if has]
+                gradients += [(slot.name, flat[slot.start : slot.stop]) for slot, has in slots if has]
         order = {name: at for at, (name, _) in enumerate(self.model.named_parameters())}
         gradients.sort(key=lambda each: order[each[0]])
         norm = total_norm([gradient for _, gradient in gradients])
@@ -485,7 +484,7 @@ class Reference:
     def _collect(self, bucket: Bucket, own: Tensor, into: dict[str, Tensor]) -> None:
         flat = bucket.whole(own)
         for slot in bucket.plan.slots:
-            into[slot.name] = flat[slot.start : slot.start + slot.numel].clone()
+            into[slot.name] = flat[slot.start : slot.stop].clone()
 
     def _states_of(self, bucket: Bucket) -> list[str]:
         """Return the names of tensors that the optimizer keeps of a bucket's parameters, on any rank."""
@@ -504,7 +503,7 @@ class Reference:
         for bucket in self.buckets:
             flat = bucket.updated.new_zeros(bucket.plan.numel)
             for slot in bucket.plan.slots:
-                flat[slot.start : slot.start + slot.numel] = found["weights"][slot.name]
+                flat[slot.start : slot.stop] = found["weights"][slot.name]
             bucket.updated.copy_(flat[slice(*bucket.own)])
             bucket.publish()
         for each in self.fragments:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from zeroshard.errors import UserError
+from zeroshard.errors import one_line as one_line
 from zeroshard.planner.options import OTHERS
 from zeroshard.ranks.launcher import ranks_to_join
 from zeroshard.stage import STATES
@@ -23,11 +24,6 @@ class InputError(UserError):
 
     All ranks of a machine meet it, so the first of them speaks for the others.
     """
-
-
-def one_line(message: object) -> str:
-    """Join an error's lines to one, for logs and `grep`."""
-    return "; ".join(line.strip() for line in str(message).splitlines())
 
 
 FIELD = "\0"  # stands before the name of a field while an error is rewritten

@@ -346,10 +346,10 @@ class Schedule:
         ]
         slots = [slot.name for buffer in unit.buffers for slot in buffer.bucket.slots]
         outermost = {slot: next((path for path in callable_ if slot.startswith(path)), "") for slot in slots}
-        innermost = {slot: next((path for path in reversed(callable_) if slot.startswith(path)), "") for slot in slots}
         if unit.name or not outermost[name]:
             return ""
-        wanted = [*outermost.values(), innermost[name]]  # the program may call the part itself, or what it is in
+        innermost = next(path for path in reversed(callable_) if name.startswith(path))
+        wanted = [*outermost.values(), innermost]  # the program may call the part itself, or what it is in
         names = [each for other in self.units for each in other.names] + [each[:-1] for each in wanted]
         units = dict.fromkeys(re.sub(r"\.\d+$", ".*", each) for each in names if each)
         return f", or make what is called by itself a unit: Layout(units={json.dumps([*units])})"

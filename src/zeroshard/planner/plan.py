@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Never
 
 from ..engine.refused import Settings, refuse, settings
-from ..errors import Error, UserError
+from ..errors import Error, UserError, one_line
 from ..events import NVME
 from ..layout import Layout
 from ..ranks.comm import Comm
@@ -180,8 +180,7 @@ def _with_fits_of_job(found: Plan, job: str | Callable[[], Any], asked: Asked) -
         )
         return dataclasses.replace(found, fitting=fits_job(runner(job, asked), asked))
     except Error as error:  # a job that does not run at stage 3 too
-        why = "; ".join(line.strip() for line in str(error).splitlines())
-        return dataclasses.replace(found, notes=(f"no search for what fits: {why}", *found.notes))
+        return dataclasses.replace(found, notes=(f"no search for what fits: {one_line(error)}", *found.notes))
 
 
 def stages_of_runs(ranks: int, stage: int | None, accumulate: int, **rest: Any) -> tuple[int, ...]:

@@ -245,6 +245,34 @@ def test_memory_that_a_program_has_replaced_stays_what_it_was(ranks, stage, how,
                 reference.assert_same(mine, its)
 
 
+def kept_twice(stage):
+    """A swap while an alias of a neighbour is kept, then a second one once the alias is gone."""
+    model = two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    first, second = model["a"].weight, model["a"].bias  # in one bucket
+    with zero.gathered(), torch.no_grad():
+        kept = first.data
+        first.data = torch.zeros_like(first)
+        alias = second.data
+    with zero.gathered():
+        pass
+    del alias
+    with zero.gathered(), torch.no_grad():
+        first.data = kept
+        kept, values = second.data, second.data.clone()
+        second.data = torch.ones_like(second)
+    assert torch.equal(kept, values)
+    with zero.gathered():
+        assert torch.equal(second, torch.ones_like(second))
+
+
+@pytest.mark.row(67)
+def test_memory_is_kept_again_after_an_alias_of_a_neighbour(ranks, stage):
+    """What the program held at a swap does not count as the engine's at the next one."""
+    ranks.run(2, kept_twice, stage)
+
+
 OTHERS = {
     "masters": {"precision": Precision(param_dtype=torch.bfloat16)},
     "split": {"precision": Precision(param_dtype=torch.bfloat16, split_master=True)},

@@ -5,6 +5,7 @@ Nothing of the model changes before every rank has agreed that it can and will d
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -238,8 +239,9 @@ class Assembly:
                 self.buffers.append(buffer)
         self.buffers.sort(key=lambda buffer: buffer.bucket.index)
         gathered = [buffer.gathered for buffer in self.buffers]
-        for buffer in self.buffers:
-            buffer.gathered.of_model = gathered
+        frozen = gc.get_freeze_count()  # once: it walks them all
+        for each in gathered:
+            each.of_model, each.frozen = gathered, frozen
 
     def _memory_for_meta(
         self, buckets: list[Bucket], by_name: dict[str, Managed]

@@ -129,6 +129,7 @@ class Gathered:
         self.dtype = dtype
         self.tier = tier
         self.of_model: Sequence[Gathered] = (self,)  # those of all buckets
+        self.frozen = 0  # objects that the collector does not show, and that refer to nothing here
         self.state = State.OPEN
         self.current = True  # are these the weights that a gather would bring?
         self.full: Tensor
@@ -141,7 +142,6 @@ class Gathered:
 
     def place(self, full: Tensor) -> None:
         """Put the parameters into `full`, at construction."""
-        self._frozen = gc.get_freeze_count()  # objects that the collector does not show, and that refer to nothing here
         self._placeholder = home(full, full.device)
         absent = self._placeholder.view(self.dtype)[0]
         self._absent = [absent.expand(slot.shape) for slot in self.bucket.slots]
@@ -316,7 +316,7 @@ class Gathered:
         not replaced, which the program may keep too, be views of these again.
         """
         left = {index for index, slot in enumerate(self.bucket.slots) if slot.numel and index not in replaced}
-        if left and gc.get_freeze_count() > self._frozen:
+        if left and gc.get_freeze_count() > self.frozen:
             raise UserError(
                 "a parameter's data was replaced, and gc.freeze() hides what the program keeps of its neighbours",
                 where=f"parameter {self.bucket.slots[replaced[0]].name!r}",
@@ -332,6 +332,7 @@ class Gathered:
         self.rebind(replaced)
 
         def follow() -> None:
+            self._uses = self._holders()  # so far the engine's only
             for tensor in _tensors_in(old) if left else ():
                 self._follow(tensor, left)
 

@@ -207,6 +207,31 @@ def runs_as_planned(fit, ranks, folder):
         assert staging <= fit.plan.tiers.get(HOST, {}).get("staging", 0) + fit.plan.pinned
 
 
+@pytest.mark.filterwarnings("ignore")  # torchao's, of what it was built for
+def test_a_line_of_8_bit_states_runs_with_torchao(monkeypatch, tmp_path):
+    """As it is printed, its optimizer before it. Beside the plan are a table of 256 numbers for each tensor and moment,
+    and the fp32 moments of short tensors: docs/planning.md says it."""
+    torchao = pytest.importorskip("torchao.optim") and importlib.import_module("torchao")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # a minute for a step of torchao's
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({name: list(param.shape) for name, param in Tiny().named_parameters()}))
+    found = zeroshard.plan(Model(shapes=path, preset="zeroshard"), Machine(gpu_mem="20MB"), step=Step(batch=1, seq=4))
+    (fit,) = (each.fits[0] for each in found.fitting.found if each.heading == "8-bit optimizer states")
+    kept = {"zeroshard": zeroshard, "torch": torch, "torchao": torchao, "model": (model := Tiny())}
+    exec(of_fit(fit, {}, {}), kept)
+    for _ in range(3):
+        model(torch.ones(4, 96, dtype=torch.bfloat16)).float().square().mean().backward()
+        kept["optimizer"].step()
+    held = {state: n for state, n in kept["zero"].ledger().tiers[DEVICE].items() if n and state not in PASS}
+    planned = fit.plan.tiers[DEVICE]
+    tensors = [param.numel() for param in model.parameters()]
+    short = sum(numel for numel in tensors if numel < 4096)
+    tables = 2 * 4 * 256 * sum(numel >= 4096 for numel in tensors)
+    scales = planned["scales"] - sum(held[f"{moment}.scale"] for moment in ("exp_avg", "exp_avg_sq"))
+    assert sum(held.values()) - sum(planned.values()) == tables + 2 * 3 * short - scales
+    assert scales == 2 * 4 * short // 256
+
+
 def tiny_job():
     return {
         "model": Tiny(),

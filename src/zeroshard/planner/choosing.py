@@ -25,7 +25,7 @@ from . import formats, from_shapes, line, transformer
 from .asked import Asked
 from .disk import ASSUMED
 from .fitting import PARTS, Machines, Need, Numbers, Search, Way, allowed, places
-from .quantities import budget
+from .quantities import budget, size
 from .recipes import Recipe
 
 if TYPE_CHECKING:
@@ -128,9 +128,6 @@ def chosen(assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], told
 
 
 def _words(need: Need) -> str:
-    def size(nbytes: int) -> str:
-        return f"{nbytes / 10**9:,.2f} GB" if nbytes >= 10**9 else f"{nbytes / 10**6:,.2f} MB"
-
     filed = f", {size(need.files)} in files" if need.files else ""
     return f"{size(need.device)} on the device, {size(need.host)} in host memory{filed}"
 

@@ -27,6 +27,7 @@ from .answer import StagePlan
 from .asked import Asked
 from .clock import GPUS, Clock, Times
 from .from_shapes import LaidOut, with_activations
+from .quantities import size
 from .recipes import Recipe
 from .transformer import Body
 
@@ -292,21 +293,21 @@ def _proof(search: Search, numbers: list[Numbers]) -> str:
     device = min(needs, key=lambda found: found[0].device)
     if device[0].device > most.device:
         over = device[0].device - most.device
-        return f"the device holds {_gb(device[0].device)} at least ({device[1]}), {_gb(over)} more than there is"
+        return f"the device holds {size(device[0].device)} at least ({device[1]}), {size(over)} more than there is"
     total = min(needs, key=lambda found: sum(found[0]))
     room = most.device + most.host + most.files
     if sum(total[0]) > room:
         over = sum(total[0]) - room
         return (
-            f"all that a rank holds is {_gb(sum(total[0]))} at least ({total[1]}), and there are {_gb(room)} "
-            f"in all: {_gb(over)} too little"
+            f"all that a rank holds is {size(sum(total[0]))} at least ({total[1]}), and there are {size(room)} "
+            f"in all: {size(over)} too little"
         )
     nearest = min(search.tried(numbers), key=lambda found: _over(found[0], most))
     need, way = nearest
     where = {"the device": need.device - most.device, "host memory": need.host - most.host}
     where["files"] = need.files - most.files
     short = max(where, key=lambda name: where[name])
-    return f"of every way the nearest ({way}) takes {_gb(where[short])} more of {short} than there is"
+    return f"of every way the nearest ({way}) takes {size(where[short])} more of {short} than there is"
 
 
 def _over(need: Need, most: Need) -> int:
@@ -328,14 +329,14 @@ def _bought(search: Search, numbers: list[Numbers]) -> Iterator[tuple[str, Fit]]
                 return
 
     yield from first(
-        (f"{size >> 30} GiB of host memory for each rank", search.with_most(most._replace(host=size)))
-        for size in HOSTS
-        if size > most.host and most.device + size + most.files >= least
+        (f"{host >> 30} GiB of host memory for each rank", search.with_most(most._replace(host=host)))
+        for host in HOSTS
+        if host > most.host and most.device + host + most.files >= least
     )
     yield from first(
-        (f"a disk of {size / 10**12:g} TB for each rank", search.with_most(most._replace(files=size)))
-        for size in DISKS
-        if size > most.files and most.device + most.host + size >= least
+        (f"a disk of {files / 10**12:g} TB for each rank", search.with_most(most._replace(files=files)))
+        for files in DISKS
+        if files > most.files and most.device + most.host + files >= least
     )
     if not base.experts:
         yield from first(_with_more(search))
@@ -350,10 +351,6 @@ def _with_more(search: Search) -> Iterator[tuple[str, Search]]:
         more, count = base._replace(ranks=ranks), ranks - base.ranks
         what = f"{'one more GPU' if count == 1 else f'{count} more GPUs'} in the same host, {ranks} ranks"
         yield what, Search(search.of._replace(base=more, most=most._replace(host=share)))
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 10**9:,.2f} GB"
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers
@@ -458,8 +455,8 @@ def frames(base: Asked, numbers: Numbers, *, filed: bool, tell: bool) -> Iterato
     eighths = numbers.optimizer is not None
     moves: list[Any] = ["device", *(["cpu", *["nvme"] * filed] if tell else [])]
     for stage, early in itertools.product(stages, (False, True)):
-        if early and (base.accumulate > 1 or base.no_sync):
-            continue
+        if early and (base.accumulate > 1 or base.no_sync or eighths):
+            continue  # torchao's optimizers step all buckets at once
         for tiers, mix in places(early=early, filed=filed):
             at = tiers["parameters"]
             if base.ranks == base.copies and stage and not (D in mix and D in at):

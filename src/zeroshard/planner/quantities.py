@@ -82,6 +82,11 @@ def whole(name: str, value: object, most: int) -> None:
         raise UserError(f"{name} must be at most {most}", got=repr(value), instead=f"{before}{most}{after}")
 
 
+def size(nbytes: int) -> str:
+    """Format `15.85 GB`, and `7.00 MB` of less than a gigabyte."""
+    return f"{nbytes / 10**9:,.2f} GB" if nbytes >= 10**9 else f"{nbytes / 10**6:,.2f} MB"
+
+
 def plain(value: Fraction | int) -> int | float:
     """Return an integer where the value is one, else a float, for JSON."""
     return int(value) if value == int(value) else float(value)

@@ -25,9 +25,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.checkpoint.content import pieces
-from zeroshard.digests import raw
-from zeroshard.hashing import digest
+from zeroshard.arithmetic.digests import raw
+from zeroshard.arithmetic.hashing import digest
+from zeroshard.checkpoint.content import model_state, pieces
 
 from . import report
 from .ranks import Ranks
@@ -50,7 +50,7 @@ class Held:
 
     def tensors(self) -> dict[str, Tensor]:
         """Exactly what zeroshard writes on this rank, under names of the rank's own."""
-        found = pieces(self.zero._engine.model_state())
+        found = pieces(model_state(self.zero._engine))
         return {f"{self.zero.rank}/{each.parameter}/{each.state}/{each.start}": each.tensor for each in found}
 
     def nbytes(self) -> int:

@@ -14,17 +14,18 @@ from typing import Any
 from unittest.mock import patch
 
 import zeroshard
-from zeroshard import Layout, Offload, headroom
+from zeroshard import Layout, Offload
 from zeroshard.cli.policies import NAMES, comm_of
 from zeroshard.events import DEVICE, HOST, NVME
-from zeroshard.layout import BUCKET_MIB
+from zeroshard.layout import limits
+from zeroshard.layout.partition import BUCKET_MIB
+from zeroshard.layout.stage import STAGES, STATES
+from zeroshard.layout.states import masters
 from zeroshard.planner import from_number, gpus, quantities, recipes
 from zeroshard.planner.answer import Plan
 from zeroshard.planner.asked import Asked
 from zeroshard.planner.machines import MACHINES
 from zeroshard.planner.question import from_flat
-from zeroshard.resting import masters
-from zeroshard.stage import STAGES, STATES
 
 planning = importlib.import_module("zeroshard.planner.plan")
 TIERS = (DEVICE, HOST, NVME)
@@ -164,10 +165,10 @@ def tables() -> dict[str, Any]:
         "constants": {
             "message": int(BUCKET_MIB * 2**20),
             "align": Layout().align,
-            "page": headroom.aligned(1),
-            "buffers": headroom.BUFFERS,
-            "in_flight": headroom.IN_FLIGHT,
-            "prefetch": headroom.PREFETCH,
+            "page": limits.aligned(1),
+            "buffers": limits.BUFFERS,
+            "in_flight": limits.IN_FLIGHT,
+            "prefetch": limits.PREFETCH,
         },
         "gpus": [{"name": name, "gib": gpu.gib, "usable": gpus.usable(name)} for name, gpu in gpus.GPUS.items()],
         "machines": [

@@ -25,7 +25,7 @@ import torch
 from zeroshard.checkpoint import parts
 from zeroshard.checkpoint.files import BLOCK, canonical, write_manifest
 from zeroshard.checkpoint.manifest import FORMAT, IN_PARTS, Saved, check_loads
-from zeroshard.layout import Bucket, Layout, Slot, Spec, partition
+from zeroshard.layout.partition import Bucket, Layout, Slot, Spec, partition
 
 STATES = ("value", "exp_avg", "exp_avg_sq")
 SHAPES = {  # of a layer

@@ -47,7 +47,7 @@ from torch import nn
 import zeroshard
 from zeroshard import Layout, Offload, Precision
 from zeroshard.cli.iobench import Setup, _Raw
-from zeroshard.tiers import nvme
+from zeroshard.features import nvme
 
 from . import report
 from .ranks import Ranks

@@ -21,9 +21,9 @@ from torch import nn
 import zeroshard
 from zeroshard import Comm, Machine, Model
 from zeroshard.checkpoint import parts
-from zeroshard.ranks import agreement, groups, watch
-from zeroshard.ranks.comm import Simulated
-from zeroshard.stage import seat
+from zeroshard.comm import agreement, groups, watch
+from zeroshard.layout.stage import seat
+from zeroshard.policies.comm import Simulated
 
 from . import manifests
 

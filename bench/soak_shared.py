@@ -36,11 +36,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard.ranks import neighbours
-from zeroshard.ranks.link import Link
-from zeroshard.ranks.neighbours import Neighbours
-from zeroshard.ranks.shared_memory import Flight, Host
-from zeroshard.tiers.once import Pages
+from zeroshard.comm import host_peers
+from zeroshard.comm.collectives import Link
+from zeroshard.comm.host_peers import Neighbours
+from zeroshard.comm.shared_memory import Flight, Host
+from zeroshard.features.once import Pages
 
 STEPS, MICRO, EVERY = 12, 2, 2  # of a run; micro-batches of a step on each rank; steps between two checkpoints
 SILENT, STOPPED = 60.0, 3.0  # seconds that a rank may be silent; where one of them is to be
@@ -57,9 +57,9 @@ POINTS = [
     (Host, "take"),
     (Host, "read"),
     (Pages, "forget"),
-    (neighbours, "_exchange"),
-    (neighbours, "_call"),
-    (neighbours, "_accept"),
+    (host_peers, "_exchange"),
+    (host_peers, "_call"),
+    (host_peers, "_accept"),
 ]
 
 
@@ -284,7 +284,7 @@ def main() -> None:
             stage = draw.randrange(4)
             once, closure = stage > 0 and draw.random() < 0.5, draw.random() < 0.3
             point, side, victim = draw.randrange(len(POINTS)), draw.choice(["before", "after"]), draw.randrange(ranks)
-            most = MEETING if POINTS[point][0] is neighbours else MOST
+            most = MEETING if POINTS[point][0] is host_peers else MOST
             at = point, side, round(math.exp(draw.uniform(0, math.log(most))))
             what = (folder, stage, once, closure, edits, out, timeout)
             each = Round(place, ranks, how, victim, at, what)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import graphlib
 import sys
 import textwrap
 from pathlib import Path
@@ -13,34 +15,12 @@ ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBU
 GUIDE = ROOT / "docs" / "guide.md"
 FEATURES = ": features"
 
-# The core, in the order in which to read it: a file imports only what stands above it.
-ORDER = (
-    "errors.py", "features.py", "fields.py", "ended.py", "events.py", "coordinates.py", "stage.py", "strips.py",
-    "owners.py", "layout.py", "matrices.py", "headroom.py", "flow.py", "nvrtc.py", "device.py", "resting.py",
-    "twins.py", "numerics.py", "reference.py", "bins.py", "fp8.py", "int8.py", "halves.py", "hashing.py", "digests.py",
-    "ranks/launcher.py", "ranks/left.py", "ranks/watch.py", "ranks/at_once.py", "ranks/calls.py", "ranks/comm.py",
-    "ranks/transport.py", "ranks/agreement.py", "ranks/together.py", "ranks/streams.py", "ranks/ending.py",
-    "ranks/neighbours.py", "ranks/shared_memory.py", "ranks/groups.py", "ranks/link.py", "ranks/process_team.py",
-    "ranks/column.py", "ranks/levels.py", "ranks/process_group.py", "ranks/mesh.py", "ranks/own_collectives.py",
-    "tiers/offload.py", "tiers/pool.py", "tiers/tier.py", "tiers/once.py", "tiers/nvme.py", "engine/refused.py",
-    "engine/codec.py", "engine/flat.py", "engine/modes.py", "engine/tracing.py", "engine/guard.py",
-    "engine/gathered.py", "engine/edits.py", "engine/buffer.py", "engine/publish.py", "engine/fusion.py",
-    "engine/fused.py", "engine/fused_fp8.py", "engine/fused_int8.py", "engine/kernels.py", "engine/unit.py",
-    "engine/quantised.py", "engine/coded.py", "engine/accumulator.py", "engine/scaler.py",
-    "engine/sharded_grad.py", "engine/norms.py", "engine/gradient.py",
-    "engine/transaction.py", "engine/subscriber.py", "engine/finite.py",
-    "engine/contribution.py", "engine/apart.py", "engine/sums.py", "engine/relay.py", "engine/reduction.py",
-    "engine/script.py", "engine/backward.py", "engine/forward.py", "engine/schedule.py", "engine/activations.py",
-    "engine/recompute.py", "engine/fragment.py", "engine/averages.py", "engine/hooks.py", "engine/alone.py",
-    "engine/options.py", "engine/membership.py",
-    "engine/optim.py", "engine/moving.py", "engine/unsaved.py", "engine/accepted.py",
-    "engine/experts.py", "engine/split.py", "engine/fused_split.py", "engine/in_backward.py",
-    "engine/tensor_parallel.py", "engine/rejoined.py", "engine/preflight.py", "engine/alike.py", "engine/undo.py",
-    "engine/assembly.py", "checkpoint/staging.py", "checkpoint/dtypes.py", "checkpoint/others.py",
-    "checkpoint/files.py", "checkpoint/parts.py", "checkpoint/manifest.py", "checkpoint/listed.py",
-    "checkpoint/content.py", "checkpoint/replicas.py", "checkpoint/saving.py", "checkpoint/on_signal.py",
-    "checkpoint/loading.py", "batches.py", "replay.py", "sharded.py", "api.py",
+# The core's rooms, from the bottom up: a file imports from its own room and from those before it. "" has files on top.
+ROOMS = (
+    "", "layout", "arithmetic", "policies", "comm", "tiers", "kernels",
+    "engine/weights", "engine/gradients", "engine/step", "engine/build", "engine", "features", "checkpoint",
 )  # fmt: skip
+ABOVE = {"reference.py": "engine", "api.py": "checkpoint"}  # files on top that use the rooms up to this one
 AROUND = (
     "planner",
     "explain",
@@ -65,15 +45,57 @@ def first_sentence(path: Path) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def rooms() -> list[str]:
-    """The core's folders, in reading order."""
-    return list(dict.fromkeys(name.split("/")[0] for name in ORDER if "/" in name))
+@functools.cache
+def imported(path: Path) -> set[str]:
+    """What `path` imports, in functions too, type-checking blocks not: {"torch", "zeroshard.comm.mesh"}."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    names = set()
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = (
+                ["zeroshard", *path.relative_to(PACKAGE).parts[:-1]][: -(node.level - 1) or None] if node.level else []
+            )
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names |= {name for alias in node.names if (name := f"{module}.{alias.name}") and module_file(name)} or {
+                module
+            }
+    return names
+
+
+def module_file(name: str) -> str | None:
+    """The file of one of our modules, below the package; None for anything else."""
+    path = name.removeprefix("zeroshard.").replace(".", "/") + ".py"
+    return path if name.startswith("zeroshard.") and (PACKAGE / path).is_file() else None
+
+
+def files(room: str) -> list[str]:
+    """A room's files; each stands below what it imports."""
+    here = {str(path.relative_to(PACKAGE)): path for path in sorted((PACKAGE / room).glob("*.py"))}
+    here = {name: path for name, path in here.items() if not path.name.startswith("__")}
+    graph = {name: sorted({*map(module_file, imported(path))} & {*here}) for name, path in here.items()}
+    return [*graphlib.TopologicalSorter(graph).static_order()]
+
+
+def core() -> list[str]:
+    """The core's files, room by room; those on top that use the rooms come last."""
+    below = [name for name in files("") if name not in ABOVE]
+    return [*below, *(name for room in ROOMS[1:] for name in files(room)), *ABOVE]
 
 
 def every_file() -> str:
     """The core's files under their rooms, a clause each."""
     lines, room = [], None
-    for name in ORDER:
+    for name in core():
         folder = name.rpartition("/")[0]
         if folder != room:
             room = folder
@@ -86,9 +108,9 @@ def every_file() -> str:
 
 def every_room() -> str:
     """The whole repository in a screen: the core's rooms, those around it, and what is not in the package."""
-    top = [name for name in ORDER if "/" not in name]
+    top = [name for name in core() if "/" not in name]
     inside = [(name, first_sentence(PACKAGE / name)) for name in top]
-    inside += [(f"{room}/", first_sentence(PACKAGE / room / "__init__.py")) for room in (*rooms(), *AROUND)]
+    inside += [(f"{room}/", first_sentence(PACKAGE / room / "__init__.py")) for room in (*ROOMS[1:], *AROUND)]
     wide = max(len(name) for name, _ in inside) + 2
     lines = ["```", "src/zeroshard/", *(f"  {name:{wide}}{about}" for name, about in inside)]
     return "\n".join([*lines, *(f"{name + '/':{wide + 2}}{about}" for name, about in OUTSIDE.items()), "```", ""])
@@ -105,7 +127,7 @@ def written(page: Path, content: str, what: str = "") -> str:
 def every_feature() -> str:
     """The features that can be taken out, from their manifests: file, how to ask for it, where it hooks in."""
     sys.path.insert(0, str(PACKAGE.parent))
-    from zeroshard.features import FILES, Feature, features
+    from zeroshard.hooks import FILES, Feature, features
 
     lines = ["| feature | file | asked for by | hooks |", "|---|---|---|---|"]
     for (name, (words, _)), feature in zip(FILES.items(), features(), strict=True):
@@ -120,7 +142,7 @@ def every_feature() -> str:
 def every_refusal() -> str:
     """The settings that do not go together, from the engine's own table."""
     sys.path.insert(0, str(PACKAGE.parent))
-    from zeroshard.engine.refused import table
+    from zeroshard.policies.incompatible import table
 
     return table()
 

@@ -20,7 +20,7 @@ import torch
 
 import ranks as rank_processes
 import selection
-from zeroshard.ranks import comm
+from zeroshard.policies import comm
 
 comm.AUTO = "gloo"  # in worker.py too: a test that does not say how ranks exchange is one of messages
 

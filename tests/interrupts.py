@@ -30,8 +30,8 @@ from torch import nn
 import ranks
 import zeroshard
 from zeroshard import Comm, Layout, Precision
-from zeroshard.hashing import digest
-from zeroshard.ranks.link import Link
+from zeroshard.arithmetic.hashing import digest
+from zeroshard.comm.collectives import Link
 
 STEPS = 3
 TRIES = 12  # of one thing, before the program gives up

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zeroshard import Zero
-from zeroshard.engine import accumulator, sums
+from zeroshard.engine.gradients import accumulator, sums
 
 FOLD, AVERAGE, SEND, LOAD = sums.fold, accumulator.average_, sums.Sums.send, Zero.load
 calls = itertools.count()

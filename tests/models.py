@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from zeroshard.engine import reduction
+from zeroshard.engine.gradients import reduction
 
 PAUSE = reduction.PAUSE
 MODELS: dict[str, Callable[..., nn.Module]] = {}

@@ -18,7 +18,7 @@ import training
 import zeroshard
 from zeroshard import Comm, Layout, Machine, Offload
 from zeroshard.errors import TierError, UserError
-from zeroshard.headroom import aligned
+from zeroshard.layout.limits import aligned
 from zeroshard.planner.simulate import STEPS, simulate
 
 GPT = {"hidden": 24, "layers": 6}  # more units than a file of states has buffers

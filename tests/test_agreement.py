@@ -12,9 +12,9 @@ from torch import nn
 import ranks as rank_processes
 import zeroshard
 from zeroshard import Comm, Layout
+from zeroshard.comm import agreement
 from zeroshard.errors import PeerError
-from zeroshard.ranks import agreement
-from zeroshard.ranks.comm import Simulated
+from zeroshard.policies.comm import Simulated
 
 ROW = 8 * agreement.ROW  # bytes
 

@@ -14,8 +14,8 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload
+from zeroshard.comm import groups
 from zeroshard.errors import PeerError
-from zeroshard.ranks import groups
 
 
 class Block(nn.Module):

@@ -201,7 +201,7 @@ def launches(stage):
     return sum(ours.values()), len(model._zeroshard_engine.buffers), len([*model.parameters()]), ours
 
 
-OURS = ("engine/", "ranks/", "tiers/", "numerics.py", "bins.py", "device.py")
+OURS = ("engine/", "comm/", "tiers/", "features/", "arithmetic/sums.py", "arithmetic/exact_norms.py", "device.py")
 # Of each bucket in each backward: exchange 1, sum of two ranks 3; at stage 3 two gathers of a cast and a collective, two
 # placeholders, and 4 that take edits. Of each bucket in each step: norm 16, average 1; before stage 3 edits 4, cast and
 # gather 2. Of a step: the rest of the norm. docs/gpus.md has these numbers.

@@ -65,7 +65,7 @@ def step(case, model, optimizer, number, total=4):
 def digest(model, optimizer, zero):
     """Everything that counts, gathered to one description equal at any layout: weights, masters and states by name."""
     pieces = {}
-    for piece in zeroshard.checkpoint.content.pieces(zero._engine.model_state()):
+    for piece in zeroshard.checkpoint.content.pieces(zeroshard.checkpoint.content.model_state(zero._engine)):
         pieces[piece.parameter, piece.state, piece.start] = piece.tensor.clone()
     with zero.gathered():
         weights = reference.weights(model)

@@ -25,18 +25,19 @@ import xxhash
 
 import zeroshard
 from test_checkpoint import build, step
+from zeroshard.arithmetic.digests import raw
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint import staging as workplace
-from zeroshard.checkpoint.content import options, persistent, pieces, rng_states, values
-from zeroshard.digests import raw
+from zeroshard.checkpoint.content import model_state, options, persistent, pieces, values
+from zeroshard.comm import agreement
 from zeroshard.errors import CheckpointError, PeerError
 from zeroshard.integrations.export import Weights
-from zeroshard.ranks import agreement
+from zeroshard.rng import rng_states
 
 
 def bits(zero):
     """A digest of all that a load may change on this rank."""
-    engine = zero._engine.model_state()
+    engine = model_state(zero._engine)
     told = [
         list(values(engine)),
         [options(engine, binding) for binding in engine.bindings],

@@ -23,11 +23,11 @@ import ranks as rank_processes
 import zeroshard
 from test_checkpoint import build, saves, step
 from test_checkpoint_faults import after_steps, bits, forked, names
+from zeroshard.arithmetic.hashing import digest
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.hashing import digest
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -256,7 +256,8 @@ def saves_groups(path, order):
     step("mlp", model, optimizer, 0, total=2)
     zero.save(path)
     return {
-        (p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.content.pieces(zero._engine.model_state())
+        (p[0], p[1], p[2]): p.tensor.clone()
+        for p in zeroshard.checkpoint.content.pieces(zeroshard.checkpoint.content.model_state(zero._engine))
     }
 
 
@@ -270,7 +271,8 @@ def loads_groups(path, order, strict):
         assert all(each in text for each in loaded.skipped)
     rates = [group["lr"] for group in optimizer.param_groups]
     pieces = {
-        (p[0], p[1], p[2]): p.tensor.clone() for p in zeroshard.checkpoint.content.pieces(zero._engine.model_state())
+        (p[0], p[1], p[2]): p.tensor.clone()
+        for p in zeroshard.checkpoint.content.pieces(zeroshard.checkpoint.content.model_state(zero._engine))
     }
     step("mlp", model, optimizer, 1, total=2)
     return loaded.skipped, rates, pieces
@@ -904,7 +906,7 @@ def loads_fixture(path):
         weights = {name: tensor.tolist() for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     states = [
         (*p[:3], p.tensor.tolist())
-        for p in zeroshard.checkpoint.content.pieces(zero._engine.model_state())
+        for p in zeroshard.checkpoint.content.pieces(zeroshard.checkpoint.content.model_state(zero._engine))
         if p.state != "value"
     ]
     options = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}

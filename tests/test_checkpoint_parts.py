@@ -10,12 +10,12 @@ import ranks as rank_processes
 from test_checkpoint import joined, loads, same, saves
 from test_checkpoint_faults import after_steps
 from test_checkpoint_forgeries import forge, manifest_of, refuses
+from zeroshard.arithmetic.hashing import digest
 from zeroshard.checkpoint import files, parts
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.checkpoint.parts import part_of
 from zeroshard.errors import CheckpointError
-from zeroshard.hashing import digest
 
 
 def in_parts(function, *args, inline=0):

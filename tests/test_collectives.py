@@ -19,9 +19,9 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Comm, Layout, Precision
+from zeroshard.layout.stage import STAGES
 from zeroshard.planner import recipes
 from zeroshard.planner.traffic import in_trees, per_step, sent_between
-from zeroshard.stage import STAGES
 
 BLOCKS, WIDTH = 4, 96
 PARAMETERS = BLOCKS * WIDTH * WIDTH  # divides by 128 x 12: nothing is padded

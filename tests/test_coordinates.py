@@ -5,8 +5,8 @@ import itertools
 import numpy
 import pytest
 
-from zeroshard.coordinates import Grid
-from zeroshard.stage import seat, seat_on
+from zeroshard.layout.mesh import Grid
+from zeroshard.layout.stage import seat, seat_on
 
 LENGTHS = [*itertools.product((1, 2, 3), (1, 2, 4), (1, 5))]
 

@@ -17,9 +17,9 @@ import pytest
 import ranks
 import test_bits
 from zeroshard import Comm
-from zeroshard.engine import reduction
-from zeroshard.ranks.process_group import ProcessGroup, ProcessTeam
-from zeroshard.ranks.transport import Work
+from zeroshard.comm.process_group import ProcessGroup, ProcessTeam
+from zeroshard.comm.transport import Work
+from zeroshard.engine.gradients import reduction
 
 STAGES = (0, 1, 2, 3)
 LONGEST = 0.002  # seconds of a pause

@@ -26,25 +26,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ranks
 import verbs
 import zeroshard
-from zeroshard import Comm, bins, device, fp8, halves, int8, numerics
+from zeroshard import Comm, device
+from zeroshard.arithmetic import exact_norms, fp8, int8, split_bits, sums
 from zeroshard.checkpoint import saving
-from zeroshard.engine import preflight
-from zeroshard.engine.contribution import State
-from zeroshard.engine.gradient import Gradients
-from zeroshard.engine.relay import Relay
-from zeroshard.engine.script import Script
-from zeroshard.engine.sums import Sent
+from zeroshard.comm import groups, replicate_axis
+from zeroshard.comm.abort import AtOnce, prepare
+from zeroshard.comm.agreement import Group, Progress
+from zeroshard.comm.collectives import SLICE, Link
+from zeroshard.comm.groups import backend_for
+from zeroshard.comm.replicate_axis import Column
+from zeroshard.comm.transport import Team
+from zeroshard.engine.build import preflight
+from zeroshard.engine.gradients.contribution import State
+from zeroshard.engine.gradients.gradient import Gradients
+from zeroshard.engine.gradients.sums import Sent
+from zeroshard.engine.weights.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
-from zeroshard.layout import Layout, Spec, partition
-from zeroshard.ranks import column, groups
-from zeroshard.ranks.agreement import Group, Progress
-from zeroshard.ranks.at_once import AtOnce, prepare
-from zeroshard.ranks.column import Column
-from zeroshard.ranks.groups import backend_for
-from zeroshard.ranks.link import SLICE, Link
-from zeroshard.ranks.transport import Team
-from zeroshard.stage import seat
+from zeroshard.features.relay import Relay
+from zeroshard.layout.partition import Layout, Spec, partition
+from zeroshard.layout.stage import seat
 
 VIEWS = {"slice", "view", "_unsafe_view", "unbind", "detach", "alias", "as_strided", "select", "unsqueeze"}
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero"}
@@ -100,15 +101,15 @@ def test_a_number_on_a_device_is_not_looked_at():
 def test_a_sum_on_a_device_launches_one_kernel_for_each_contribution(launches, sent, pieces):
     """Of any length up to 16 M elements: 16 bits are cast inside the addition."""
     total = meta(3_000_000)
-    numerics.fold(total, [meta(3_000_000, sent) for _ in range(pieces)], start=None)
+    sums.fold(total, [meta(3_000_000, sent) for _ in range(pieces)], start=None)
     assert launches == {"copy_": 2, "add_": pieces - 1}  # back as well: all that is on meta might be one tensor
 
 
 def test_a_norm_on_a_device_waits_for_nothing_and_does_not_split_its_shard(launches):
     spans = [(0, 0, 1_000_003), (1, 1_000_064, 2_000_001)]
-    blocks = bins.BlockMap(2_000_128, 128, spans, torch.device("meta"))
+    blocks = exact_norms.BlockMap(2_000_128, 128, spans, torch.device("meta"))
     launches.clear()
-    bins.block_sums(meta(2_000_128), blocks, 1, 2.0)
+    exact_norms.block_sums(meta(2_000_128), blocks, 1, 2.0)
     assert not launches["a boolean index"] and not WAITS & launches.keys()
     assert launches["add"] == 7  # halvings of 128
 
@@ -118,16 +119,16 @@ def chunked():
     generator = torch.Generator().manual_seed(7)
     values = [torch.randn(600_000, generator=generator) for _ in range(3)]
     wide = values[0].clone()
-    numerics.fold(wide, [values[1].bfloat16(), values[2].bfloat16()], start=wide, times=3, over=3)
+    sums.fold(wide, [values[1].bfloat16(), values[2].bfloat16()], start=wide, times=3, over=3)
     master, seen = values[1].clone(), values[1].bfloat16()
     seen[77::5000] = 2.0
-    numerics.reseed_(master, seen)
+    sums.reseed_(master, seen)
     lower, ties = torch.empty(600_000, dtype=torch.int16), torch.empty(75_000, dtype=torch.uint8)
-    halves.split_(values[2], lower, ties)
+    split_bits.split_(values[2], lower, ties)
     joined = torch.empty(600_000)
-    halves.join_(joined, values[2].bfloat16(), lower, ties)
-    blocks = bins.BlockMap(599_936, 128, [(0, 0, 300_001), (1, 300_032, 599_900)], torch.device("cpu"))
-    sums = bins.block_sums(values[0][:599_936], blocks, 3, 2.0)
+    split_bits.join_(joined, values[2].bfloat16(), lower, ties)
+    blocks = exact_norms.BlockMap(599_936, 128, [(0, 0, 300_001), (1, 300_032, 599_900)], torch.device("cpu"))
+    squares = exact_norms.block_sums(values[0][:599_936], blocks, 3, 2.0)
     tiles = fp8.grid((600, 1000), "128x128")
     scales, raw, numbers = (
         fp8.scales_of(values[0], tiles),
@@ -139,13 +140,13 @@ def chunked():
     (bucket,) = partition([Spec("w", (4687, 128), "float32", 4, 0, True)], Layout(bucket_mib=64), 1).buckets
     message = torch.empty(int8.nbytes(bucket.numel), dtype=torch.uint8)
     int8.encode_(message, values[0][: bucket.numel].clone(), bucket)
-    return [wide, master, lower, ties, joined, sums, scales, raw, numbers, message]
+    return [wide, master, lower, ties, joined, squares, scales, raw, numbers, message]
 
 
 def test_how_many_elements_are_handled_at_a_time_changes_no_bit(monkeypatch):
     want = chunked()
     monkeypatch.setattr(device, "CHUNK", device._AT_ONCE)
-    assert all(map(numerics.same_bits, chunked(), want))
+    assert all(map(sums.same_bits, chunked(), want))
 
 
 @pytest.mark.parametrize("sent", [torch.bfloat16, torch.float16])
@@ -154,10 +155,10 @@ def test_a_cast_inside_an_addition_has_the_bits_of_one_before_it(monkeypatch, se
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(sent)
     start = torch.randn(every.numel(), generator=torch.Generator().manual_seed(3))
     want, got = start.clone(), start.clone()
-    numerics.fold(want, [every], start=want)
-    monkeypatch.setattr(numerics, "_cast_first", lambda piece, total: False)
-    numerics.fold(got, [every], start=got)
-    assert numerics.same_bits(got, want)
+    sums.fold(want, [every], start=want)
+    monkeypatch.setattr(sums, "_cast_first", lambda piece, total: False)
+    sums.fold(got, [every], start=got)
+    assert sums.same_bits(got, want)
 
 
 def test_random_states_of_a_device_are_those_of_the_models_own_index(monkeypatch):
@@ -174,7 +175,7 @@ def test_random_states_of_a_device_are_those_of_the_models_own_index(monkeypatch
             asked.append((state.tolist(), device))
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    from zeroshard.checkpoint.content import parsed_rng, restore_rng, rng_states
+    from zeroshard.rng import parsed_rng, restore_rng, rng_states
 
     third = torch.device("cuda", 3)
     states = rng_states(third)
@@ -456,8 +457,8 @@ def test_an_average_is_a_true_division_on_every_device(dtype, ranks):
         values.clone(),
     )
     with Reciprocals():
-        numerics.average_(got, ranks)
-    assert numerics.same_bits(got, want)
+        sums.average_(got, ranks)
+    assert sums.same_bits(got, want)
 
 
 def test_codes_of_8_bits_are_the_same_on_every_device():
@@ -467,7 +468,7 @@ def test_codes_of_8_bits_are_the_same_on_every_device():
     int8.encode_(want, values.clone(), bucket)
     with Reciprocals():
         int8.encode_(got, values.clone(), bucket)
-    assert numerics.same_bits(got, want)
+    assert sums.same_bits(got, want)
 
 
 class Second(Column):
@@ -591,7 +592,7 @@ def connects(replicas):
             patch.setattr(dist, verb, calls)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         warned = []
-        patch.setattr(column.log, "warning", lambda *said: warned.append(said))
+        patch.setattr(replicate_axis.log, "warning", lambda *said: warned.append(said))
         team = zero._engine.group.team
         team.queued, _ = True, vars(team).pop("column", None)
         assert (team.column is None) == (replicas == 1)
@@ -604,8 +605,8 @@ def test_groups_in_a_devices_queue_are_connected_in_one_order_before_they_are_us
     """By what each of them will carry, small and large; then all ranks meet. Not a group of one rank, such as a team of one."""
     large, end = 4 << 20, ("control", "all_reduce", 4)
     gathers = [("gather", verb) for verb in (verbs.NAMES["all_gather_single"], "broadcast")]
-    sums = [("reduce", "all_to_all_single", n) for n in (2, large)]
-    both = [(*each, n) for n in (2, large) for each in (*gathers, ("gather", "all_reduce"))] + sums
+    reductions = [("reduce", "all_to_all_single", n) for n in (2, large)]
+    both = [(*each, n) for n in (2, large) for each in (*gathers, ("gather", "all_reduce"))] + reductions
     pair = [(use, "broadcast", n) for use in ("pair", "copies") for n in (2, large)]
     everyone = [("broadcast", verb, n) for n in (2, large) for verb in ("broadcast", "all_reduce")]
     assert ranks.run(2, connects, 1) == [[*both, end]] * 2

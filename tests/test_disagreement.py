@@ -313,8 +313,8 @@ def test_a_kept_gradient_handle_speaks_for_nothing_else(ranks, stage):
 
 
 ALONE = """
-import sys, torch, zeroshard, zeroshard.ranks.groups
-zeroshard.ranks.groups.LEAVING = 2.0
+import sys, torch, zeroshard, zeroshard.comm.groups
+zeroshard.comm.groups.LEAVING = 2.0
 model = torch.nn.Linear(4, 4)
 zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), 0.1))
 if zero.rank == 1:

@@ -15,7 +15,7 @@ import ranks
 import reference
 import verbs
 from test_emulated import DTYPES, STAGES, plain, sharded
-from zeroshard.ranks.at_once import AtOnce, prepare
+from zeroshard.comm.abort import AtOnce, prepare
 
 
 def each_verb(device):

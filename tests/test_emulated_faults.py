@@ -26,10 +26,10 @@ import reference
 import zeroshard
 from emulated.device import device
 from zeroshard import Comm, Layout, Offload
+from zeroshard.comm import collectives, ending, groups, launch_log, watch
+from zeroshard.comm.collectives import Link
+from zeroshard.comm.process_group import ProcessGroup
 from zeroshard.errors import PeerError
-from zeroshard.ranks import ending, groups, link, streams, watch
-from zeroshard.ranks.link import Link
-from zeroshard.ranks.process_group import ProcessGroup
 
 WIDTH, BLOCKS = 8, 5
 
@@ -145,7 +145,7 @@ def on_meta():
     zero = zeroshard.shard(model, adam(model.parameters()), stage=3, device="emu")
     with zero.gathered():
         (mine,) = [torch.cat([each.detach().reshape(-1) for each in model.parameters()]).cpu()]
-    return mine.isfinite().all().item(), zeroshard.hashing.digest(mine.numpy().tobytes())
+    return mine.isfinite().all().item(), zeroshard.arithmetic.hashing.digest(mine.numpy().tobytes())
 
 
 def test_a_model_on_meta_is_made_alike_where_groups_take_no_tensors_of_the_host():
@@ -587,7 +587,7 @@ def test_a_model_whose_collectives_end_with_anothers_is_lost_on_all_ranks():
 class Again:
     """Ctrl-C at one line of the levelling that follows, of these files."""
 
-    FILES = tuple(each.__file__ for each in (link, ending, groups, watch, streams))
+    FILES = tuple(each.__file__ for each in (collectives, ending, groups, watch, launch_log))
 
     def __init__(self, line, level):
         self.left, self.begun, self.level = line, False, level

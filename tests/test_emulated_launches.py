@@ -15,17 +15,17 @@ import zeroshard
 from emulated import sites
 from emulated.device import device
 from zeroshard import Comm, Layout, Precision
-from zeroshard.engine import sums
+from zeroshard.engine.gradients import sums
 
 WIDTH, BLOCKS = 16, 4
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
 SUMS = (
-    "engine/kernels.py",
-    "engine/contribution.py",
-    "engine/sums.py",
-    "engine/accumulator.py",
-    "numerics.py",
-    "bins.py",
+    "kernels/warm_up.py",
+    "engine/gradients/contribution.py",
+    "engine/gradients/sums.py",
+    "engine/gradients/accumulator.py",
+    "arithmetic/sums.py",
+    "arithmetic/exact_norms.py",
 )
 
 
@@ -92,7 +92,12 @@ def test_what_sums_and_norms_launch_was_launched_by_shard(world, replicas, dtype
     assert emulated.run(world, first_launches, 2, dtype, Comm(replicas=replicas)) == [[]] * world
 
 
-SUMMED = ("numerics.py:fold", "numerics.py:average_", "engine/contribution.py", "ranks/streams.py")
+SUMMED = (
+    "arithmetic/sums.py:fold",
+    "arithmetic/sums.py:average_",
+    "engine/gradients/contribution.py",
+    "comm/launch_log.py",
+)
 
 
 def launched(stage, dtype, backwards):
@@ -135,7 +140,7 @@ def streams_of_sums(stage, backwards):
     launch, found = device().launch, Counter()
 
     def noted(name, run, accesses=(), queue=None):
-        if any("numerics.py" in str(frame) and str(frame).endswith("fold") for frame in sites.stack()):
+        if any("arithmetic/sums.py" in str(frame) and str(frame).endswith("fold") for frame in sites.stack()):
             found["backward's" if device().current is device().machine.default else device().current.name] += 1
         return launch(name, run, accesses, queue)
 

@@ -14,7 +14,7 @@ import reference
 import zeroshard
 from emulated.device import device
 from zeroshard import Layout, Offload, Precision
-from zeroshard.engine.sums import Sums
+from zeroshard.engine.gradients.sums import Sums
 
 WIDTH, BLOCKS, BATCH = 16, 4, 4
 
@@ -173,7 +173,7 @@ def test_a_step_that_clips_asks_once_and_tells_once():
         for _, _, _, waits in found:
             assert {site for site in waits if site[1] != "event.synchronize"} == {
                 BATCH_ARRIVES,
-                ("engine/norms.py:norms", "copy to the device"),
+                ("engine/gradients/norms.py:norms", "copy to the device"),
                 ("device.py:ask", "copy to the host"),
             }
             assert all(number == 1 for site, number in waits.items() if site[1] != "event.synchronize")
@@ -183,4 +183,4 @@ def test_states_in_files_move_as_many_bytes(tmp_path):
     cases = [(3, torch.bfloat16, TIERS["host"], False), (3, torch.bfloat16, TIERS["nvme"], False)]
     for (_, _, host, _), (_, _, files, waits) in emulated.run(2, steps, cases, str(tmp_path), seed=1):
         assert files == host
-        assert waits["tiers/nvme.py:same_as", "copy to the host"] == BLOCKS
+        assert waits["features/nvme.py:same_as", "copy to the host"] == BLOCKS

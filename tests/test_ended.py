@@ -1,4 +1,4 @@
-"""Whatever ends between any two instructions of the program, nothing under way is changed: see `ended.py`."""
+"""Whatever ends between any two instructions of the program, nothing under way is changed: see `finalizers.py`."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import events
-from zeroshard.events import Ledger
-from zeroshard.ranks import (
+from zeroshard.comm import (
     agreement,
+    collectives,
     groups,
-    link,
-    neighbours,
+    host_peers,
+    launch_log,
     process_group,
     process_team,
     shared_memory,
-    streams,
     transport,
 )
-from zeroshard.ranks.agreement import Progress
-from zeroshard.ranks.calls import Call
-from zeroshard.ranks.link import Link
-from zeroshard.ranks.process_group import ProcessGroup
-from zeroshard.ranks.transport import LENT, Work
+from zeroshard.comm.agreement import Progress
+from zeroshard.comm.collectives import Link
+from zeroshard.comm.frames import Call
+from zeroshard.comm.process_group import ProcessGroup
+from zeroshard.comm.transport import LENT, Work
+from zeroshard.events import Ledger
 
 MODULES = (
-    agreement, events, groups, link, neighbours, process_group, process_team, shared_memory, streams, transport
+    agreement, events, groups, collectives, host_peers, process_group, process_team, shared_memory, launch_log, transport
 )  # fmt: skip
 COPIES = ("all", "any", "dict", "list", "max", "min", "set", "sorted", "sum", "tuple")
 

@@ -24,12 +24,12 @@ import reference
 import test_lost_ranks
 import zeroshard
 from zeroshard import Comm, Layout, Precision
-from zeroshard.engine.buffer import Buffer
-from zeroshard.engine.reduction import Reduction
+from zeroshard.comm.collectives import Link
+from zeroshard.comm.reduce_pipeline import Scratch
+from zeroshard.comm.watch import GONE, Watch, _ask
+from zeroshard.engine.gradients.reduction import Reduction
+from zeroshard.engine.weights.buffer import Buffer
 from zeroshard.errors import Error, StateError
-from zeroshard.flow import Scratch
-from zeroshard.ranks.link import Link
-from zeroshard.ranks.watch import GONE, Watch, _ask
 
 
 def train(stage: int, steps: int = 4, **options):
@@ -423,7 +423,7 @@ def test_data_loaders_that_fork_work(ranks):
 
 WATCHED = """
 import json, os, sys, time
-from zeroshard.ranks.watch import Watch
+from zeroshard.comm.watch import Watch
 watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed": False})
 if (child := os.fork()) == 0:
     del watch  # as a child does that drops the model
@@ -490,7 +490,7 @@ def test_what_ranks_have_left_is_forgotten_after_two_levellings():
 
 CROWD = """
 import json, resource, sys
-from zeroshard.ranks.watch import Watch, _ask
+from zeroshard.comm.watch import Watch, _ask
 resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))  # as most are started
 if len(sys.argv) == 1:
     watch = Watch(0, "127.0.0.1", lambda: {"doing": "well", "waits": False, "failed": False})

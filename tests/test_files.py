@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from zeroshard import digests, hashing
+from zeroshard.arithmetic import digests, hashing
 from zeroshard.checkpoint import files
 from zeroshard.checkpoint.files import BLOCK
 

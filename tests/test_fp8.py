@@ -18,7 +18,8 @@ import reference
 import test_offload
 import training
 import zeroshard
-from zeroshard import Comm, Offload, Precision, fp8
+from zeroshard import Comm, Offload, Precision
+from zeroshard.arithmetic import fp8
 from zeroshard.cli.reference import in_8_bits
 from zeroshard.device import CHUNK
 from zeroshard.errors import PeerError, StateError, TierError, UserError

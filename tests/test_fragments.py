@@ -14,9 +14,9 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Offload, Precision
+from zeroshard.comm import shared_memory
 from zeroshard.errors import PeerError, StateError
-from zeroshard.ranks import shared_memory
-from zeroshard.tiers import once
+from zeroshard.features import once
 
 
 class Averaging(torch.optim.Optimizer):

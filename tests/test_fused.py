@@ -25,9 +25,10 @@ import emulated
 import zeroshard
 from emulated import compiler
 from emulated.device import device
-from zeroshard import Comm, Precision, nvrtc, twins
+from zeroshard import Comm, Precision, nvrtc
 from zeroshard import device as devices
-from zeroshard.engine import fused
+from zeroshard.arithmetic import stand_ins
+from zeroshard.kernels import fused
 
 needs_compiler = pytest.mark.skipif(
     not compiler.available(), reason="g++ is not here, which compiles kernels for the host"
@@ -216,7 +217,7 @@ def ready(compiles, asked):
         zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
     except zeroshard.Error as error:
         said.append(str(error))
-    return said, sorted(name for name, _ in twins.stand_ins)
+    return said, sorted(name for name, _ in stand_ins.stand_ins)
 
 
 def test_kernels_are_off_unless_they_are_asked_for():
@@ -363,7 +364,7 @@ def simulated():
         with FakeTensorMode() if without else contextlib.nullcontext():
             model = nn.Linear(8, 8, device="emu")
             zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2)
-        found.append(len(twins.stand_ins))
+        found.append(len(stand_ins.stand_ins))
     return found
 
 

@@ -22,9 +22,9 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Precision
-from zeroshard.engine import reduction
+from zeroshard.comm.transport import Work
+from zeroshard.engine.gradients import reduction
 from zeroshard.errors import PeerError, StateError
-from zeroshard.ranks.transport import Work
 
 STAGES = (0, 1, 2, 3)
 BUCKETS = {"one": Layout(units=()), "units": Layout(), "many": Layout(bucket_mib=0.0005)}

@@ -18,7 +18,7 @@ import pytest
 
 import zeroshard
 import zeroshard.testing
-from zeroshard import features
+from zeroshard import hooks
 
 pytestmark = pytest.mark.full  # `make check` runs them all
 
@@ -43,8 +43,7 @@ PUBLIC = [
     "world",
 ]
 TESTING = ["Recorded", "assert_same_bits"]  # of zeroshard.testing
-NOT_LAYERS = {"__init__.py", "__main__.py"}
-OUTSIDE = {"integrations", "explain"}  # what the methods of Zero that need them import
+OUTSIDE = {"api.py": {"integrations", "explain"}, "features/automatic.py": {"planner"}}
 
 
 def script(name):
@@ -56,53 +55,13 @@ def script(name):
 
 
 TREE, LINES = script("tree"), script("lines")
-ORDER = TREE.ORDER
-
-
-@functools.cache
-def imported(path):
-    """Every module that `path` imports, functions included, type-checking blocks not: {"torch", "zeroshard.ranks.comm"}."""
-    tree = ast.parse(path.read_text())
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
-    names = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = (
-                ["zeroshard", *path.relative_to(PACKAGE).parts[:-1]][: -(node.level - 1) or None] if node.level else []
-            )
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            names |= {name for alias in node.names if (name := f"{module}.{alias.name}") and module_file(name)} or {
-                module
-            }
-    return names
-
-
-def module_file(name):
-    """The file of one of our modules, as in ORDER; None for anything else."""
-    path = name.removeprefix("zeroshard.").replace(".", "/") + ".py"
-    return path if name.startswith("zeroshard.") and (PACKAGE / path).is_file() else None
+CORE, imported, module_file = TREE.core(), TREE.imported, TREE.module_file
 
 
 @functools.cache
 def code(path):
     """The numbers of a file's lines that hold code, without comments, blank lines and docstrings; and its syntax tree."""
     return {*LINES.code(path)}, ast.parse(path.read_text())
-
-
-def test_the_reading_order_names_every_file_of_the_core():
-    rooms = [PACKAGE, *(PACKAGE / room for room in TREE.rooms())]
-    files = [path for room in rooms for path in room.glob("*.py") if path.name not in NOT_LAYERS]
-    order = "add the file to ORDER in docs/tree.py, below all that it imports, then: python docs/tree.py"
-    assert sorted(str(path.relative_to(PACKAGE)) for path in files) == sorted(ORDER), order
 
 
 @pytest.mark.parametrize("page", ["architecture", "architecture's features", "CONTRIBUTING", "guide"])
@@ -118,47 +77,61 @@ def test_lists_in_documents_are_what_the_code_says(page):
     assert path.read_text() == written, "python docs/tree.py writes it"
 
 
-@pytest.mark.parametrize("name", ORDER)
-def test_a_layer_imports_only_what_stands_above_it(name):
-    """Nothing in the core uses what is around it, but for the methods of Zero that need it."""
-    ours = {module for module in imported(PACKAGE / name) if module.startswith("zeroshard.")}
-    above = {*ORDER[: ORDER.index(name)]}
-    below = {module for module in ours if module_file(module) not in above}
-    allowed = OUTSIDE if name == "api.py" else set()
-    wrong = {module for module in below if module.split(".")[1] not in allowed}
-    assert wrong == set(), f"move what {name} needs into a file above it, or {name} below them in docs/tree.py's ORDER"
+def room_of(name):
+    """The number of a file's room; files on top that use rooms come after these."""
+    if name in TREE.ABOVE:
+        return TREE.ROOMS.index(TREE.ABOVE[name]) + 0.5
+    return TREE.ROOMS.index(name.rpartition("/")[0])
+
+
+@pytest.mark.parametrize("room", TREE.ROOMS)
+def test_a_room_imports_only_from_those_below_it(room):
+    """And nothing of what is around the core, but for the methods of Zero and the feature that need it."""
+    names = [name for name in CORE if name.rpartition("/")[0] == room]
+    assert names
+    for name in names:
+        allowed = OUTSIDE.get(name, set())
+        for module in imported(PACKAGE / name):
+            file = module_file(module)
+            if file in CORE:
+                assert room_of(file) <= room_of(name), (name, file)
+            elif module.startswith("zeroshard."):
+                assert module.split(".")[1] in allowed, (name, module)
+
+
+def test_every_folder_of_the_package_is_a_room():
+    folders = {str(path.parent.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
+    assert {name for name in folders if name.partition("/")[0] not in TREE.AROUND} - {"."} == {*TREE.ROOMS} - {""}
 
 
 def test_no_file_of_the_core_imports_a_feature_that_can_be_taken_out():
     """But for the table of them, which loads what is there: tests/test_rings.py builds the package without each."""
-    taken = {f"zeroshard.{name}": f"{name.replace('.', '/')}.py" for name in features.FILES}
-    found = [(name, module) for name in ORDER for module in imported(PACKAGE / name) if module in taken]
-    assert found == [], "ask the feature by a hook of its manifest instead: src/zeroshard/features.py"
-    assert {file for file in taken.values() if file.partition("/")[0] not in TREE.AROUND} <= set(ORDER)
+    taken = {f"zeroshard.{name}" for name in hooks.FILES}
+    found = [(name, module) for name in CORE for module in imported(PACKAGE / name) if module in taken]
+    assert found == [], "ask the feature by a hook of its manifest instead: src/zeroshard/hooks.py"
 
 
 def test_no_modules_import_each_other_in_a_circle():
     """In functions neither."""
     names = {str(path.relative_to(PACKAGE)): path for path in PACKAGE.rglob("*.py")}
     graph = {name: {module_file(module) for module in imported(path)} & set(names) for name, path in names.items()}
-    assert graph["sharded.py"] >= {"layout.py", "engine/optim.py"}
+    assert graph["engine/engine.py"] >= {"layout/partition.py", "engine/step/optim.py"}
     graphlib.TopologicalSorter(graph).prepare()  # raises where there is one
 
 
 def test_one_room_calls_torch_distributed():
-    users = {name for name in ORDER if any("torch.distributed" in module for module in imported(PACKAGE / name))}
+    users = {name for name in CORE if any("torch.distributed" in module for module in imported(PACKAGE / name))}
     assert users == {
-        "ranks/groups.py",
-        "ranks/link.py",
-        "ranks/mesh.py",
-        "ranks/own_collectives.py",
-        "ranks/process_group.py",
-        "ranks/process_team.py",
+        "comm/groups.py",
+        "comm/collectives.py",
+        "comm/mesh.py",
+        "comm/own_collectives.py",
+        "comm/process_group.py",
+        "comm/process_team.py",
         "reference.py",  # beside the engine, which has its bits
     }
 
 
-COMPUTES = {"numerics.py", "bins.py", "fp8.py", "int8.py", "digests.py"}  # beside engine/, ranks/ and tiers/
 TRUTHS = {"any", "all", "isfinite", "argmax", "argmin", "max", "min", "sum"}  # methods that answer with one number
 
 
@@ -205,8 +178,10 @@ def truths(node):
 
 def test_one_module_knows_accelerators():
     """Nothing else of what computes and moves waits for a device's numbers, or knows a kind of device."""
-    names = [name for name in ORDER if name.startswith(("engine/", "ranks/", "tiers/")) or name in COMPUTES]
-    found = {name: [*waits(code(PACKAGE / name)[1], control=name.startswith("ranks/"))] for name in names}
+    names = [
+        name for name in CORE if name.startswith(("arithmetic/", "comm/", "tiers/", "kernels/", "engine/", "features/"))
+    ]
+    found = {name: [*waits(code(PACKAGE / name)[1], control=name.startswith("comm/"))] for name in names}
     wrong = {name: where for name, where in found.items() if where}
     assert wrong == {}, "ask in device.py, or by ask(...), which waits once for all ranks' sake"
 
@@ -228,10 +203,10 @@ def test_what_waits_is_found(line, words):
 
 
 DIVISIONS = {
-    "numerics.py": {"1 / ranks", "wide.div_(divisor(ranks, wide))"},
-    "bins.py": {"total / (1 << _LOWEST)", "1.0 / order"},
-    "fp8.py": {"piece.of(masters, first) / by"},  # a tensor
-    "int8.py": {"largest / divisor(_MOST, largest)", "values.div_(scales)"},
+    "arithmetic/sums.py": {"1 / ranks", "wide.div_(divisor(ranks, wide))"},
+    "arithmetic/exact_norms.py": {"total / (1 << _LOWEST)", "1.0 / order"},
+    "arithmetic/fp8.py": {"piece.of(masters, first) / by"},  # a tensor
+    "arithmetic/int8.py": {"largest / divisor(_MOST, largest)", "values.div_(scales)"},
 }
 
 
@@ -248,7 +223,7 @@ def test_no_tensor_is_divided_by_a_number_of_pythons(name):
 
 
 def test_who_is_called_by_itself():
-    """At an object's end, on a thread, by a signal: each keeps the rule of `ended.py`, where anything new is weighed."""
+    """At an object's end, on a thread, by a signal: each keeps the rule of `finalizers.py`, where anything new is weighed."""
     found = set()
     for path in PACKAGE.rglob("*.py"):
         name = str(path.relative_to(PACKAGE))
@@ -270,24 +245,24 @@ def test_who_is_called_by_itself():
             if isinstance(node, ast.Call) and ast.unparse(node.func) in {"signal.signal", "_signal.signal"}:
                 found.add((name, "signal"))
     assert found == {
-        ("ended.py", "at_end_of"),
-        ("ended.py", "finalize"),
+        ("finalizers.py", "at_end_of"),
+        ("finalizers.py", "finalize"),
         ("events.py", "at_end_of"),  # notes
-        ("ranks/watch.py", "at_end_of"),  # a socket
-        ("ranks/process_group.py", "at_end_of"),  # handles
-        ("ranks/neighbours.py", "__del__"),  # a descriptor
+        ("comm/watch.py", "at_end_of"),  # a socket
+        ("comm/process_group.py", "at_end_of"),  # handles
+        ("comm/host_peers.py", "__del__"),  # a descriptor
         ("tiers/tier.py", "__del__"),  # pages
-        ("tiers/nvme.py", "at_end_of"),  # a file, and threads
-        ("tiers/nvme.py", "ThreadPoolExecutor"),
+        ("features/nvme.py", "at_end_of"),  # a file, and threads
+        ("features/nvme.py", "ThreadPoolExecutor"),
         ("checkpoint/files.py", "ThreadPoolExecutor"),
         ("checkpoint/saving.py", "Thread"),
-        ("ranks/watch.py", "Thread"),
-        ("ranks/ending.py", "Thread"),
-        ("ranks/at_once.py", "Thread"),
+        ("comm/watch.py", "Thread"),
+        ("comm/ending.py", "Thread"),
+        ("comm/abort.py", "Thread"),
         ("cli/launch.py", "Thread"),
-        ("ranks/groups.py", "Timer"),  # logs
-        ("ranks/watch.py", "register_at_fork"),
-        ("ranks/neighbours.py", "register_at_fork"),
+        ("comm/groups.py", "Timer"),  # logs
+        ("comm/watch.py", "register_at_fork"),
+        ("comm/host_peers.py", "register_at_fork"),
         ("checkpoint/staging.py", "signal"),  # ends the program
         ("checkpoint/on_signal.py", "signal"),  # notes
         ("integrations/unshard.py", "signal"),
@@ -305,7 +280,7 @@ def test_who_is_called_by_itself():
 
 def test_layout_is_pure():
     """It imports nothing but the standard library and the exceptions."""
-    names = {name.split(".")[0] for name in imported(PACKAGE / "layout.py")}
+    names = {name.split(".")[0] for name in imported(PACKAGE / "layout/partition.py")}
     assert names <= sys.stdlib_module_names | {"zeroshard"}
 
 
@@ -331,7 +306,13 @@ def test_public_names():
 
 @pytest.mark.parametrize(
     "module",
-    ["zeroshard", "zeroshard.layout", "zeroshard.planner.plan", "zeroshard.cli.main", "zeroshard.testing.plugin"],
+    [
+        "zeroshard",
+        "zeroshard.layout.partition",
+        "zeroshard.planner.plan",
+        "zeroshard.cli.main",
+        "zeroshard.testing.plugin",
+    ],
 )
 def test_importing_does_not_load_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
@@ -341,19 +322,19 @@ def test_importing_does_not_load_torch(module):
 def test_a_stage_is_data():
     """No name of that kind outside the table, the public call and what prints it."""
     speakers = {
-        "stage.py",
-        "resting.py",
+        "layout/stage.py",
+        "layout/states.py",
         "api.py",
-        "sharded.py",
-        "engine/refused.py",
-        "engine/assembly.py",
-        "engine/preflight.py",
+        "engine/engine.py",
+        "policies/incompatible.py",
+        "engine/build/assembly.py",
+        "engine/build/preflight.py",
         "reference.py",  # which says in one file what a stage is
     }
-    for name in {name for name in ORDER if not name.startswith("checkpoint/")} - speakers:
+    for name in {name for name in CORE if not name.startswith("checkpoint/")} - speakers:
         nodes = ast.walk(ast.parse((PACKAGE / name).read_text()))
         names = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg")}
-        assert "stage" not in names, f"{name}: ask the placement (resting.py, stage.py), not the stage"
+        assert "stage" not in names, f"{name}: ask the placement (layout/states.py, layout/stage.py), not the stage"
 
 
 def test_nothing_is_left_unfinished_and_no_path_is_one_machines():

@@ -19,12 +19,12 @@ import ranks
 import test_delays
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine import alone
-from zeroshard.engine.contribution import second_gradient
-from zeroshard.engine.in_backward import InBackward
-from zeroshard.engine.reduction import REDUCED
+from zeroshard.comm import groups
+from zeroshard.engine.gradients.contribution import second_gradient
+from zeroshard.engine.gradients.reduction import REDUCED
+from zeroshard.engine.step import bucket_step
 from zeroshard.errors import PeerError, StateError, TierError, UserError
-from zeroshard.ranks import groups
+from zeroshard.features.optimizer_in_backward import InBackward
 
 STAGES = (0, 1, 2, 3)
 SMALL = Layout(bucket_mib=0.002)
@@ -371,7 +371,7 @@ def test_an_exception_in_backward_is_said_where_it_left_weights_of_no_step(tmp_p
 def unwritten(stage, folder):
     """As above, where rank 1 cannot update the last bucket, of which no rank hears before the step."""
     model, optimizers, zero = sharded(stage=stage, layout=SMALL)
-    step, fails, calls, told = alone.Alone.step, 0, [], ""
+    step, fails, calls, told = bucket_step.Alone.step, 0, [], ""
 
     def count(self, *args):
         calls.append(self)
@@ -379,7 +379,7 @@ def unwritten(stage, folder):
             raise TierError("the disk is gone")
         step(self, *args)
 
-    alone.Alone.step = count
+    bucket_step.Alone.step = count
     try:
         train(model, optimizers, zero, steps=1)
         zero.save(folder / "1")
@@ -394,7 +394,7 @@ def unwritten(stage, folder):
                     zero.load(folder / "1")
             optimizers[0].zero_grad()
     finally:
-        alone.Alone.step = step
+        bucket_step.Alone.step = step
     return told, everything(model, optimizers, zero)
 
 

@@ -22,17 +22,17 @@ import reference
 import test_lost_ranks
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.bins import BlockMap
-from zeroshard.engine import gathered, guard
-from zeroshard.engine.alone import Alone
-from zeroshard.engine.buffer import Buffer
-from zeroshard.engine.gathered import Gathered
+from zeroshard.arithmetic.exact_norms import BlockMap
+from zeroshard.arithmetic.hashing import digest
+from zeroshard.comm import watch
+from zeroshard.comm.collectives import Link, packed, unpacked
+from zeroshard.comm.launch_log import KEPT, Stream
+from zeroshard.engine.step.bucket_step import Alone
+from zeroshard.engine.weights import gathered, guard
+from zeroshard.engine.weights.buffer import Buffer
+from zeroshard.engine.weights.gathered import Gathered
 from zeroshard.errors import CheckpointError, Error, PeerError, StateError, UserError
-from zeroshard.hashing import digest
-from zeroshard.ranks import watch
-from zeroshard.ranks.link import Link, packed, unpacked
-from zeroshard.ranks.streams import KEPT, Stream
-from zeroshard.tiers.nvme import StateFile
+from zeroshard.features.nvme import StateFile
 from zeroshard.tiers.pool import Pool
 
 LIMITS = {"group_timeout": 100.0, "timeout": 45.0}

@@ -21,14 +21,14 @@ import reference
 import test_delays
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine.alone import Alone
-from zeroshard.engine.buffer import Buffer
-from zeroshard.engine.edits import Edits
-from zeroshard.engine.fragment import States
-from zeroshard.engine.in_backward import InBackward, Passing
-from zeroshard.engine.sums import Sums
-from zeroshard.flow import Flow
-from zeroshard.tiers.nvme import FileRest
+from zeroshard.comm.reduce_pipeline import Flow
+from zeroshard.engine.gradients.sums import Sums
+from zeroshard.engine.step.bucket_step import Alone
+from zeroshard.engine.step.fragment import States
+from zeroshard.engine.weights.buffer import Buffer
+from zeroshard.engine.weights.edits import Edits
+from zeroshard.features.nvme import FileRest
+from zeroshard.features.optimizer_in_backward import InBackward, Passing
 from zeroshard.tiers.tier import Rest
 
 SIZES = (7, 40, 33, 21, 5)

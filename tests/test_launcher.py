@@ -22,9 +22,9 @@ from torch import nn
 import ranks as rank_processes
 import zeroshard
 from zeroshard import Comm
+from zeroshard.comm import groups, launcher, watch
+from zeroshard.comm.launcher import ranks_to_join
 from zeroshard.errors import PeerError, UserError
-from zeroshard.ranks import groups, launcher, watch
-from zeroshard.ranks.launcher import ranks_to_join
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SRUN = {
@@ -291,7 +291,7 @@ def test_one_answer_that_is_lost_on_its_way_through_shard_is_no_lost_rank(ranks)
 
 STOPS = """
 import os, signal, sys, torch, zeroshard
-from zeroshard.ranks import groups
+from zeroshard.comm import groups
 if os.environ["RANK"] == "1":
     groups._new_group = lambda **_: os.kill(os.getpid(), signal.SIGSTOP)
 model = torch.nn.Linear(4, 4)

@@ -14,8 +14,8 @@ from test_mesh import job_model, train, weights
 from test_spread import edited
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import UserError
+from zeroshard.layout.stage import Degree
 from zeroshard.planner import predict_states
-from zeroshard.stage import Degree
 
 STAGES = (0, 1, 2, 3)
 BF16 = {"param_dtype": torch.bfloat16, "cast_inputs": True}
@@ -103,7 +103,7 @@ def test_each_element_rests_once_and_crosses_between_hosts_once_in_a_gather(rank
     told = ranks.run(4, held, stage, dtype)
     numel, size = sum(p.numel() for p in job_model().parameters()), 4 if dtype is None else 2
     for placed, predicted, ledger, sent, part, own in told:
-        assert placed == tuple(Degree.ALL if each else Degree.RANK for each in zeroshard.stage.STAGES[stage])
+        assert placed == tuple(Degree.ALL if each else Degree.RANK for each in zeroshard.layout.stage.STAGES[stage])
         assert predicted == {state: ledger.get(state, 0) for state in predicted}
         if stage:
             assert (sent["share"], sent["gather"]) == (part * size, own * size)

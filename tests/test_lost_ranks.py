@@ -19,9 +19,9 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard.checkpoint import saving
-from zeroshard.engine import sums
-from zeroshard.engine.buffer import Buffer
-from zeroshard.engine.sums import Sums
+from zeroshard.engine.gradients import sums
+from zeroshard.engine.gradients.sums import Sums
+from zeroshard.engine.weights.buffer import Buffer
 from zeroshard.errors import PeerError
 
 PATIENT = {"group_timeout": 100.0, "timeout": 30.0, "expect_errors": True}

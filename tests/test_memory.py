@@ -21,8 +21,8 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine.gathered import placeholder
-from zeroshard.engine.sharded_grad import ShardedGrad
+from zeroshard.engine.gradients.sharded_grad import ShardedGrad
+from zeroshard.engine.weights.gathered import placeholder
 from zeroshard.planner import predict_states
 
 

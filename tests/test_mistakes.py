@@ -18,7 +18,7 @@ from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.cli.main import app
 from zeroshard.errors import CheckpointError, PeerError, ReleasedError, StateError, UserError
 from zeroshard.integrations.common import refuse_misspelt
-from zeroshard.stage import seat
+from zeroshard.layout.stage import seat
 
 STAGES = (0, 1, 2, 3)
 

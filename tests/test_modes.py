@@ -23,7 +23,7 @@ import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision, device
 from zeroshard.errors import StateError
-from zeroshard.ranks.comm import Simulated
+from zeroshard.policies.comm import Simulated
 
 WIDTH, BLOCKS, STAGES = 8, 4, (0, 1, 2, 3)
 
@@ -498,7 +498,12 @@ def test_the_backend_adds_in_the_accumulators_dtype(stage):
 
 # --- gradients in 8 bits --------------------------------------------------------------------------------------------------
 
-OURS = ("engine/", "ranks/", "numerics.py", "bins.py", "int8.py", "fp8.py", "digests.py")
+OURS = (
+    "engine/",
+    "features/",
+    "comm/",
+    "arithmetic/",
+)
 
 
 def ours(counter):
@@ -529,7 +534,9 @@ def coded(width):
             model(x).float().square().sum().backward()
         adam.step()
         adam.zero_grad()
-    found = Counter({site.removeprefix("int8.py:"): n for site, n in counts.by_site(counts.launches).items()})
+    found = Counter(
+        {site.removeprefix("arithmetic/int8.py:"): n for site, n in counts.by_site(counts.launches).items()}
+    )
     padded = sum(
         start > end
         for bucket in zero.partition.buckets
@@ -636,11 +643,11 @@ def test_waits_for_the_device_are_so_many(stages):
         for stage, found in rank.items():
             for name, (asked, copied, buckets, fp8) in found.items():
                 want = {
-                    "fp8": {"numerics.same_bits": fp8},
-                    "fp8 in tiles": {"numerics.same_bits": fp8},
-                    "nonfinite": {"engine.finite._is_finite": buckets},
-                    "norms of order 3": {"bins.roots_from_bins": 1},
-                    "split": {"engine.split._report_lost_edits": 1},
+                    "fp8": {"arithmetic.sums.same_bits": fp8},
+                    "fp8 in tiles": {"arithmetic.sums.same_bits": fp8},
+                    "nonfinite": {"features.nonfinite._is_finite": buckets},
+                    "norms of order 3": {"arithmetic.exact_norms.roots_from_bins": 1},
+                    "split": {"features.split_master._report_lost_edits": 1},
                 }[name]
                 assert (asked, copied) == (want, int(name == "norms of order 3")), (stage, name)
                 assert buckets >= 2 and fp8 == 2 * name.startswith("fp8")

@@ -17,7 +17,7 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload
-from zeroshard.engine.buffer import Buffer
+from zeroshard.engine.weights.buffer import Buffer
 from zeroshard.errors import StateError, UserError
 
 PLAIN = {

@@ -18,7 +18,7 @@ import selection
 import zeroshard
 from zeroshard import Comm, Layout
 from zeroshard.errors import StateError, UserError
-from zeroshard.ranks.comm import Simulated
+from zeroshard.policies.comm import Simulated
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "moe.py"
 STEPS = 3

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import norms
-from zeroshard import Error, Precision, device, fp8
-from zeroshard.bins import (
+from zeroshard import Error, Precision, device
+from zeroshard.arithmetic import fp8
+from zeroshard.arithmetic.digests import fingerprint
+from zeroshard.arithmetic.exact_norms import (
     BlockMap,
     add_to_bins,
     add_to_maxima,
@@ -26,11 +28,10 @@ from zeroshard.bins import (
     sums_from_bins,
     sums_in,
 )
+from zeroshard.arithmetic.split_bits import join_, split_
+from zeroshard.arithmetic.sums import average_, divides_exactly, fold, reseed_, running_dtype, same_bits
 from zeroshard.device import CHUNK
-from zeroshard.digests import fingerprint
-from zeroshard.engine.edits import Edits
-from zeroshard.halves import join_, split_
-from zeroshard.numerics import average_, divides_exactly, fold, reseed_, running_dtype, same_bits
+from zeroshard.engine.weights.edits import Edits
 
 CPU = torch.device("cpu")
 BIT_PATTERNS = st.integers(0, 0xFF7FFFFF).filter(lambda bits: (bits >> 23) & 0xFF != 0xFF)  # all finite floats

@@ -27,11 +27,11 @@ import reference
 import training
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine import flat, split
+from zeroshard.engine.weights import flat
 from zeroshard.errors import CheckpointError, PeerError, StateError, TierError, UserError
 from zeroshard.events import Ledger
-from zeroshard.tiers import nvme
-from zeroshard.tiers.nvme import BUFFERS, aligned
+from zeroshard.features import nvme, split_master
+from zeroshard.features.nvme import BUFFERS, aligned
 from zeroshard.tiers.tier import DeviceTier, HostTier
 
 SOME = [
@@ -328,7 +328,7 @@ def test_memory_that_could_not_be_had_to_join_a_master_is_not_counted(tmp_path, 
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(split, "blank", none)
+        patch.setattr(split_master, "blank", none)
         with pytest.raises(CheckpointError):
             zero.save(tmp_path / "saved")
     assert {state: n for state, n in zero.ledger().held.items() if n} == held

@@ -31,7 +31,7 @@ import reference
 import zeroshard
 from ranks import RankFailure
 from zeroshard import Layout, Offload, Precision
-from zeroshard.engine.accepted import block_of, by_bucket
+from zeroshard.engine.build.supported_optimizers import block_of, by_bucket
 from zeroshard.errors import CheckpointError, PeerError, StateError, UserError
 from zeroshard.planner import predict_states
 

@@ -14,13 +14,13 @@ import torch
 import ranks
 import zeroshard
 from test_inputs import small
+from zeroshard.arithmetic.hashing import digest
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli.checkpoints import open_checkpoint
 from zeroshard.cli.config import InputError
 from zeroshard.cli.data import make_writable, read_corpus
 from zeroshard.errors import CheckpointError, UserError
-from zeroshard.hashing import digest
 from zeroshard.integrations.export import Wanted, export_saved
 
 

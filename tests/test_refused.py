@@ -7,8 +7,8 @@ import torch.distributed as dist
 import zeroshard
 from flat import plan_of
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine.refused import REFUSALS, Settings, refuse, settings
 from zeroshard.errors import Error, UserError
+from zeroshard.policies.incompatible import REFUSALS, Settings, refuse, settings
 
 HOSTS = {"comm": Comm(hosts=2), "replicas": 2}
 ALL, ONCE = {"comm": Comm(optimizer="all"), "replicas": 2}, {"offload": Offload(parameters="shared")}

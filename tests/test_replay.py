@@ -19,8 +19,9 @@ import selection
 import test_experts
 import test_tensor_parallel
 import zeroshard
-from zeroshard import Comm, Layout, Offload, Precision, replay
+from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.errors import CorruptionError, PeerError, UserError
+from zeroshard.features import replay
 
 ALWAYS, TRAINING, REPLAYED = "always", "in training", "in the replay"
 

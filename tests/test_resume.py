@@ -17,13 +17,13 @@ import models
 import reference
 import zeroshard
 from zeroshard import Layout
+from zeroshard.arithmetic.hashing import digest
 from zeroshard.checkpoint import content as checkpoint
 from zeroshard.checkpoint import saving as saving_module
 from zeroshard.checkpoint.files import canonical
 from zeroshard.checkpoint.manifest import siblings
 from zeroshard.errors import CheckpointError, UserError
 from zeroshard.events import HOST
-from zeroshard.hashing import digest
 
 ROOT = Path(__file__).parents[1]
 MICRO_BATCHES = 4
@@ -213,14 +213,14 @@ def saves_behind(stage, folder):
     try:
         model, optimizer, zero = counted(stage)
         savings, under_way = [], 0
-        own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(zero._engine.model_state()))
+        own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(checkpoint.model_state(zero._engine)))
         for number in range(9):
             count_on(model, optimizer)
             if number % 3 == 2:
                 savings.append(zero.save(folder / f"{number}", extra={"n": number}, asynchronous=True))
                 assert all(saving.done for saving in savings[:-1])  # at most one under way
                 under_way += not savings[-1].done
-                own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(zero._engine.model_state()))
+                own = sum(piece.tensor.numel() * 4 for piece in checkpoint.pieces(checkpoint.model_state(zero._engine)))
                 assert zero.ledger().tiers[HOST]["snapshot"] == own
         assert under_way == 3
         paths = [saving.wait() for saving in savings]
@@ -230,7 +230,11 @@ def saves_behind(stage, folder):
     found = []
     for number, path in zip((2, 5, 8), paths, strict=True):
         assert zero.load(path).extra == {"n": number}
-        values = {p.tensor.unique().item() for p in checkpoint.pieces(zero._engine.model_state()) if p.state == "value"}
+        values = {
+            p.tensor.unique().item()
+            for p in checkpoint.pieces(checkpoint.model_state(zero._engine))
+            if p.state == "value"
+        }
         found.append(values)
     return found
 
@@ -450,7 +454,7 @@ def predicted_and_copied(case, stage, dtype, bounds):
     zero = zeroshard.shard(model, optimizer, stage=stage, precision=precision, layout=Layout(bounds=bounds))
     models.loss(case, model, models.batch(case, 0, 0)).backward()
     optimizer.step()
-    own = checkpoint.pieces(zero._engine.model_state())
+    own = checkpoint.pieces(checkpoint.model_state(zero._engine))
     return holding(zero).snapshot(), sum(piece.tensor.numel() * piece.tensor.itemsize for piece in own)
 
 

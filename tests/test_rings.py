@@ -15,39 +15,39 @@ import pytest
 
 import zeroshard
 from without import MISSING
-from zeroshard import features
+from zeroshard import hooks
 
 PACKAGE = Path(zeroshard.__file__).parent
 HERE = Path(__file__).parent
 BESIDE = {
-    "engine.coded": ["int8.py"],
-    "engine.relay": ["ranks/column.py"],
-    "planner.automatic": ["planner/choosing.py"],
-}  # files that are a feature's too; the planner counts by fp8.py
+    "features.int8_gradients": ["arithmetic/int8.py"],
+    "features.relay": ["comm/replicate_axis.py"],
+    "features.automatic": ["planner/choosing.py"],
+}  # files that are a feature's too; the planner counts by arithmetic/fp8.py
 # Steps at all stages, gradients, norms, construction and checkpoints.
 WITHOUT = [
     "test_bits.py", "test_gradients.py", "test_clipping.py", "test_construct.py", "test_checkpoint.py", "test_precision.py",
 ]  # fmt: skip
 # Beside a feature that another one might be taken for: tensor parallelism has replicas of what is not cut.
-ALSO = {"engine.relay": ["test_tensor_parallel.py"]}
-ASKING = {"engine.finite": 1, "tiers.nvme": 1}  # of these tests ask for it, and `without.py` skips them
+ALSO = {"features.relay": ["test_tensor_parallel.py"]}
+ASKING = {"features.nonfinite": 1, "features.nvme": 1}  # of these tests ask for it, and `without.py` skips them
 # The arguments of `shard` that ask for it.
 ASKS = {
-    "engine.finite": 'precision=zeroshard.Precision(nonfinite="raise")',
-    "engine.fused": '**(os.environ.__setitem__("ZEROSHARD_KERNELS", "1") or {})',
-    "engine.activations": 'offload=zeroshard.Offload(activations="cpu")',
-    "engine.recompute": "layout=zeroshard.Layout(recompute=True)",
-    "engine.quantised": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, fp8=True)",
-    "engine.split": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)",
-    "engine.coded": 'comm=zeroshard.Comm(reduce="int8")',
-    "engine.relay": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
-    "ranks.levels": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
-    "tiers.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
-    "planner.automatic": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
-    "tiers.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
-    "engine.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',
-    "engine.apart": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',
-    "engine.in_backward": "optimizer_in_backward=True",
+    "features.nonfinite": 'precision=zeroshard.Precision(nonfinite="raise")',
+    "kernels.fused": '**(os.environ.__setitem__("ZEROSHARD_KERNELS", "1") or {})',
+    "features.activations": 'offload=zeroshard.Offload(activations="cpu")',
+    "features.recompute": "layout=zeroshard.Layout(recompute=True)",
+    "features.fp8_parameters": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, fp8=True)",
+    "features.split_master": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)",
+    "features.int8_gradients": 'comm=zeroshard.Comm(reduce="int8")',
+    "features.relay": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
+    "features.two_level": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
+    "features.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
+    "features.automatic": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
+    "features.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
+    "features.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',
+    "features.per_source_gradients": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',
+    "features.optimizer_in_backward": "optimizer_in_backward=True",
 }
 
 
@@ -61,22 +61,22 @@ def built_without(names, folder):
 
 
 def test_every_feature_that_settings_can_ask_for_has_a_program_here():
-    assert {name for name, (words, _) in features.FILES.items() if words} == {
+    assert {name for name, (words, _) in hooks.FILES.items() if words} == {
         *ASKS,
-        "engine.moving",
+        "features.moving_average",
         "batches",
         "replay",
     }
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "engine.relay" else pytest.param(name, marks=pytest.mark.full) for name in features.FILES]
+    "name", [name if name == "features.relay" else pytest.param(name, marks=pytest.mark.full) for name in hooks.FILES]
 )
 def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
     """Before anything is built. What does not ask for it trains."""
     program = textwrap.dedent(f"""
         import os, sys, torch, zeroshard
-        from zeroshard.ranks.comm import Simulated
+        from zeroshard.policies.comm import Simulated
 
         def train(**settings):
             model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
@@ -87,7 +87,7 @@ def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
 
         train(stage=3)
         assert zeroshard.__file__.startswith({str(tmp_path)!r})
-        assert len(zeroshard.features.features()) == {len(features.FILES) - 1}
+        assert len(zeroshard.hooks.features()) == {len(hooks.FILES) - 1}
         if {ASKS.get(name, "")!r}:
             try:
                 zeroshard.shard(torch.nn.Linear(8, 8), None, stage=2, {ASKS.get(name, "")})
@@ -120,18 +120,18 @@ def passes_without(names, folder):
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_the_tests_of_the_rest_pass_without_any_feature(tmp_path):
-    passes_without([*features.FILES], tmp_path)
+    passes_without([*hooks.FILES], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", features.FILES)
+@pytest.mark.parametrize("name", hooks.FILES)
 def test_the_tests_of_the_rest_pass_without_one_feature(name, tmp_path):
     passes_without([name], tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "call"), [("engine.moving", "average(0.9)"), ("replay", "replay(print)")])
+@pytest.mark.parametrize(("name", "call"), [("features.moving_average", "average(0.9)"), ("replay", "replay(print)")])
 def test_a_build_without_a_feature_refuses_its_call(name, call, tmp_path):
     program = f"import torch, zeroshard; zeroshard.shard(torch.nn.Linear(4, 4), None, stage=2).{call}"
     env = built_without([name], tmp_path)
@@ -144,9 +144,9 @@ def test_a_build_without_a_feature_refuses_its_call(name, call, tmp_path):
 
 def test_manifests_name_themselves_and_a_page():
     """Each has a name, a page of the documents, and answers at least one hook."""
-    found = [importlib.import_module(f"zeroshard.{name}").FEATURE for name in features.FILES]
-    assert len({feature.name for feature in found}) == len(found) == len(features.features())
+    found = [importlib.import_module(f"zeroshard.{name}").FEATURE for name in hooks.FILES]
+    assert len({feature.name for feature in found}) == len(found) == len(hooks.features())
     for feature in found:
-        hooks = {name for name in vars(type(feature)) if not name.startswith("_")} - {"name", "page"}
-        assert hooks and hooks <= set(vars(features.Feature)), feature.name
+        answered = {name for name in vars(type(feature)) if not name.startswith("_")} - {"name", "page"}
+        assert answered and answered <= set(vars(hooks.Feature)), feature.name
         assert (HERE.parent / "docs" / feature.page.partition("#")[0]).exists(), feature.page

@@ -29,11 +29,12 @@ import test_interrupts
 import test_lost_ranks
 import zeroshard
 from zeroshard import Comm, Offload, Precision
+from zeroshard.comm import host_peers, shared_memory
+from zeroshard.comm.host_peers import POSTED, READ, Notice
 from zeroshard.errors import PeerError, StateError, UserError
-from zeroshard.ranks import comm, neighbours, shared_memory
-from zeroshard.ranks.neighbours import POSTED, READ, Notice
-from zeroshard.tiers import once
-from zeroshard.tiers.once import OneCopy
+from zeroshard.features import once
+from zeroshard.features.once import OneCopy
+from zeroshard.policies import comm
 
 SHARED = Comm(transport="shared")
 
@@ -625,12 +626,12 @@ def apart(why: str, transport: str, folder: str):
             if why == "another host":
                 other = Path(folder, "boot_id")
                 other.write_text("another")
-                patched.setattr(neighbours, "_BOOT", other)
+                patched.setattr(host_peers, "_BOOT", other)
             elif why == "another user":
                 patched.setattr(os, "geteuid", lambda: 12345)
             elif why == "another namespace":  # where nobody listens at that name
-                call = neighbours._call
-                patched.setattr(neighbours, "_call", lambda place, rank: call([*place[:2], "0061", place[3]], rank))
+                call = host_peers._call
+                patched.setattr(host_peers, "_call", lambda place, rank: call([*place[:2], "0061", place[3]], rank))
             else:
                 patched.delattr(os, "memfd_create")
         try:
@@ -685,11 +686,11 @@ def test_a_stranger_is_not_let_in():
     server.bind("")
     server.listen(4)
     place = ["", os.geteuid(), server.getsockname().hex(), "token"]
-    stranger = neighbours._call([*place[:3], "wrong"], 1)
-    assert neighbours._accept(server, "token")[0] == -1
+    stranger = host_peers._call([*place[:3], "wrong"], 1)
+    assert host_peers._accept(server, "token")[0] == -1
     assert stranger.recv(1) == b""
-    friend = neighbours._call(place, 1)
-    rank, connection = neighbours._accept(server, "token")
+    friend = host_peers._call(place, 1)
+    rank, connection = host_peers._accept(server, "token")
     assert rank == 1
     for each in (stranger, friend, connection, server):
         each.close()
@@ -703,7 +704,7 @@ def pair():
     """Two hosts' ends in this process, with a stream of each."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     hosts = [
-        shared_memory.Host(rank, neighbours.Neighbours({1 - rank: end}), 5.0) for rank, end in enumerate((one, other))
+        shared_memory.Host(rank, host_peers.Neighbours({1 - rank: end}), 5.0) for rank, end in enumerate((one, other))
     ]
     yield [shared_memory.SharedStream(host, (0, 1)) for host in hosts]
     one.close()
@@ -831,7 +832,7 @@ def test_an_interrupted_wait_is_tried_again(ranks, what, stage, kind):
     ]
 
 
-FILES = (neighbours.__file__, shared_memory.__file__)
+FILES = (host_peers.__file__, shared_memory.__file__)
 MESSAGE = 2048  # bytes of the largest of the model below
 
 

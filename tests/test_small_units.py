@@ -14,10 +14,10 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout
-from zeroshard.engine.guard import Guarded
-from zeroshard.engine.unit import find_units
+from zeroshard.engine.weights.guard import Guarded
+from zeroshard.engine.weights.unit import find_units
 from zeroshard.errors import ReleasedError
-from zeroshard.layout import LARGE, MANY, joined
+from zeroshard.layout.partition import LARGE, MANY, joined
 from zeroshard.planner import units as planned
 
 BLOCKS = MANY + 4

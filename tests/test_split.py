@@ -14,14 +14,15 @@ import ranks
 import reference
 import test_offload
 import zeroshard
-from zeroshard import Comm, Layout, Machine, Offload, Precision, digests
+from zeroshard import Comm, Layout, Machine, Offload, Precision
+from zeroshard.arithmetic import digests
+from zeroshard.arithmetic.split_bits import join_, split_
 from zeroshard.cli import resume
 from zeroshard.cli.config import InputError
 from zeroshard.device import CHUNK
 from zeroshard.errors import PeerError, StateError, UserError
-from zeroshard.halves import join_, split_
+from zeroshard.layout.states import Master
 from zeroshard.planner import files
-from zeroshard.resting import Master
 
 SPLIT = Precision(param_dtype=torch.bfloat16, cast_inputs=True, split_master=True)
 WHOLE = Precision(param_dtype=torch.bfloat16, cast_inputs=True)

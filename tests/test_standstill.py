@@ -15,7 +15,7 @@ import reference
 import zeroshard
 from zeroshard import Comm
 from zeroshard.device import Event
-from zeroshard.engine import reduction, sums
+from zeroshard.engine.gradients import reduction, sums
 
 WIDTH, BLOCKS, STEPS = 8, 8, 4
 

@@ -15,7 +15,9 @@ from torch import nn
 import ranks as rank_processes
 import reference
 import zeroshard
-from zeroshard import Offload, Precision, numerics, sharded
+from zeroshard import Offload, Precision
+from zeroshard.arithmetic import sums
+from zeroshard.engine import engine
 from zeroshard.errors import PeerError
 
 PACKAGE = str(Path(zeroshard.__file__).parent)
@@ -133,18 +135,18 @@ class Tripwire:
 
 def armed(model, optimizer, wire, **options):
     """`shard` with the tripwire on while the model is assembled."""
-    plan = sharded.Assembly.plan
+    plan = engine.Assembly.plan
 
     def planned(self, *args):
         plan(self, *args)
         wire.__enter__()
 
-    sharded.Assembly.plan = planned
+    engine.Assembly.plan = planned
     try:
         return zeroshard.shard(model, optimizer, **options)
     finally:
         wire.__exit__()
-        sharded.Assembly.plan = plan
+        engine.Assembly.plan = plan
 
 
 KINDS = {
@@ -214,7 +216,7 @@ class WithAView(Tripwire):
 
     def __call__(self, frame, event, _):
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip()
-        viewed = frame.f_code is numerics.as_bytes.__code__ and line.startswith("return ")
+        viewed = frame.f_code is sums.as_bytes.__code__ and line.startswith("return ")
         if viewed and frame.f_back.f_code.co_name == "_place_buffers":
             sys.settrace(None)
             raise self.error("injected")

@@ -15,9 +15,9 @@ import reference
 import world
 import zeroshard
 from zeroshard import Comm, Precision
+from zeroshard.comm import collectives
+from zeroshard.comm.left import LOOKS, Left, next_looked_at
 from zeroshard.errors import PeerError
-from zeroshard.ranks import link
-from zeroshard.ranks.left import LOOKS, Left, next_looked_at
 
 STEPS = 4
 # In processes a rank that waits for its time-out is still there when the test's own comes. In worlds that time passes at
@@ -31,7 +31,7 @@ class Failed(Exception):
 
 
 def late():
-    link.time.sleep(LATE)
+    collectives.time.sleep(LATE)
 
 
 class Slow:
@@ -339,7 +339,7 @@ def impatient(stage: int, where: str, plan: dict, after: float):
     """No vote: the failing rank tries again after a while, when others may just have left, or not yet."""
 
     def votes(worked):
-        link.time.sleep(0.0 if worked else after)
+        collectives.time.sleep(0.0 if worked else after)
         return worked
 
     want, _ = trained(stage, where, {}, {})

@@ -18,7 +18,7 @@ import zeroshard
 from test_checkpoint import joined, same
 from test_optimizer import check
 from zeroshard import Comm, Layout, Machine, Model, Offload
-from zeroshard.checkpoint.content import pieces
+from zeroshard.checkpoint.content import model_state, pieces
 from zeroshard.errors import UserError
 from zeroshard.planner.built import predict_tiers
 from zeroshard.planner.simulate import simulate
@@ -166,7 +166,7 @@ def test_the_rest_of_the_model_is_still_cut():
 
 
 def digest(model, zero):
-    found = {(p.parameter, p.state, p.start): p.tensor.clone() for p in pieces(zero._engine.model_state())}
+    found = {(p.parameter, p.state, p.start): p.tensor.clone() for p in pieces(model_state(zero._engine))}
     with zero.gathered():
         return reference.weights(model), found, {}, []
 

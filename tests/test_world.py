@@ -24,8 +24,8 @@ from world import drawn as drawn_jobs
 from world import run as run_in_world
 from world.planted import BUGS
 from world.training import earlier
-from zeroshard.ranks import process_group, streams
-from zeroshard.ranks.process_team import ProcessTeam
+from zeroshard.comm import launch_log, process_group
+from zeroshard.comm.process_team import ProcessTeam
 from zeroshard.tiers import tier
 from zeroshard.worlds import signals
 
@@ -413,7 +413,7 @@ def test_a_seed_that_fails_fails_again(monkeypatch):
     No place is named where it is to run: it does inside any copy of a container.
     """
     let_go = process_group.let_go
-    monkeypatch.setattr(process_group, "let_go", lambda each, engine: (let_go(each, engine), streams.prune(each)))
+    monkeypatch.setattr(process_group, "let_go", lambda each, engine: (let_go(each, engine), launch_log.prune(each)))
 
     def failure(seed):
         ran = Ran()

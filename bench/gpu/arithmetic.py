@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard import bins, fp8, halves, int8, numerics
+from zeroshard.arithmetic import exact_norms, fp8, int8, split_bits, sums
 from zeroshard.cli import reference
-from zeroshard.engine import fused
-from zeroshard.layout import Layout, Spec, partition
+from zeroshard.kernels import fused
+from zeroshard.layout.partition import Layout, Spec, partition
 
 from .place import compiler_of
 from .record import Record, Wrong, each
@@ -94,8 +94,8 @@ def _folds(which: str, dtype: torch.dtype, put: Any) -> dict[str, Tensor]:
     for ranks in range(1, RANKS + 1):
         there = [put(piece) for piece in pieces[:ranks]]
         total, more = put(torch.zeros(NUMEL)), put(numbers("usual", seed=99))
-        numerics.fold(total, there, start=None, over=ranks)
-        numerics.fold(more, there, start=more, times=ranks, over=ranks)
+        sums.fold(total, there, start=None, over=ranks)
+        sums.fold(more, there, start=more, times=ranks, over=ranks)
         found[f"average of {ranks}"], found[f"average of {ranks} and more"] = total, more
     return found
 
@@ -107,10 +107,10 @@ def _casts(which: str, dtype: torch.dtype, put: Any) -> dict[str, Tensor]:
 
 def _norms(which: str, put: Any) -> dict[str, Tensor]:
     found, device = {}, put(torch.zeros(1)).device
-    blocks = bins.BlockMap(NUMEL, 128, [(0, 0, 20_001), (1, 20_096, NUMEL - 5)], device)
+    blocks = exact_norms.BlockMap(NUMEL, 128, [(0, 0, 20_001), (1, 20_096, NUMEL - 5)], device)
     for order in (1.0, 2.0, 3.0, math.inf):
         for ranks in (1, 3, 8):
-            found[f"order {order} of the average of {ranks}"] = bins.block_sums(
+            found[f"order {order} of the average of {ranks}"] = exact_norms.block_sums(
                 put(numbers(which)), blocks, ranks, order
             )
     return found
@@ -119,16 +119,16 @@ def _norms(which: str, put: Any) -> dict[str, Tensor]:
 def _split(which: str, put: Any) -> dict[str, Tensor]:
     master = put(numbers(which))
     lower, ties = put(torch.empty(NUMEL, dtype=torch.int16)), put(torch.empty(NUMEL // 8, dtype=torch.uint8))
-    halves.split_(master, lower, ties)
+    split_bits.split_(master, lower, ties)
     joined = put(torch.empty(NUMEL))
-    halves.join_(joined, master.bfloat16(), lower, ties)
+    split_bits.join_(joined, master.bfloat16(), lower, ties)
     return {"lower": lower, "ties": ties, "joined": joined}
 
 
 def _reseed(which: str, put: Any) -> dict[str, Tensor]:
     master, seen = put(numbers(which)), put(numbers(which).bfloat16())
     seen[77::5000] = 2.0
-    numerics.reseed_(master, seen)
+    sums.reseed_(master, seen)
     return {"master": master}
 
 

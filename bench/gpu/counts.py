@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zeroshard import device
-from zeroshard.stage import STAGES
+from zeroshard.layout.stage import STAGES
 
 from ..backends import fsdp2, plain
 from . import training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from zeroshard import Comm
-from zeroshard.stage import STAGES
+from zeroshard.layout.stage import STAGES
 
 from . import training
 from .record import Record, each

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zeroshard import bins, device, numerics, twins
-from zeroshard.engine import fused
+from zeroshard import device
+from zeroshard.arithmetic import exact_norms, stand_ins, sums
+from zeroshard.kernels import fused
 from zeroshard.planner.machines import MACHINES, machine
 
 from .place import compiler_of, ranks, synchronize, verbs
@@ -87,11 +88,11 @@ def kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
     for nbytes in sizes:
         numel = nbytes // 4 // 128 * 128
         total, row = torch.zeros(numel, device=kind), {}
-        blocks = bins.BlockMap(numel, 128, [(0, 0, numel)], total.device)
+        blocks = exact_norms.BlockMap(numel, 128, [(0, 0, numel)], total.device)
         for count in CONTRIBUTIONS:
             pieces = [torch.ones(numel, dtype=torch.bfloat16, device=kind)] * count
-            row[f"fold of {count}"] = best(kind, lambda a=total, b=pieces: numerics.fold(a, b, start=None, over=len(b)))
-        row["norm"] = best(kind, lambda a=total, b=blocks: bins.block_sums(a, b, 1, 2.0))
+            row[f"fold of {count}"] = best(kind, lambda a=total, b=pieces: sums.fold(a, b, start=None, over=len(b)))
+        row["norm"] = best(kind, lambda a=total, b=blocks: exact_norms.block_sums(a, b, 1, 2.0))
         found[f"{nbytes:,}"] = row
     return found
 
@@ -100,7 +101,7 @@ def own_kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
     """Seconds of the same where `ZEROSHARD_KERNELS=1` has replaced torch's operations."""
     compiler_of(kind)
     place = torch.empty(0, device=kind).device
-    twins.stand_ins |= {(name, place): call for name, call in fused.build(place).stand_ins.items()}
+    stand_ins.stand_ins |= {(name, place): call for name, call in fused.build(place).stand_ins.items()}
     return kernels(kind, sizes)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload
-from zeroshard.stage import STAGES
+from zeroshard.layout.stage import STAGES
 
 from . import counts, training
 from .place import GROUPS, Place, ranks, synchronize, verbs

@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
 from zeroshard.cli import reference
+from zeroshard.layout.stage import STAGES
 from zeroshard.reference import total_norm
-from zeroshard.stage import STAGES
 
 from ..model import loss_of
 from . import training

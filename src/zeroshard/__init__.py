@@ -25,36 +25,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import Zero as Zero
     from .api import shard as shard
-    from .engine.apart import apart as apart
+    from .arithmetic.sums import Precision as Precision
     from .errors import Error as Error
+    from .features.per_source_gradients import apart as apart
     from .integrations.settings import settings as settings
     from .integrations.weights import load as load
-    from .layout import Layout as Layout
-    from .numerics import Precision as Precision
+    from .layout.partition import Layout as Layout
     from .planner.plan import plan as plan
     from .planner.question import Machine as Machine
     from .planner.question import Model as Model
     from .planner.question import Step as Step
-    from .ranks.comm import Comm as Comm
+    from .policies.comm import Comm as Comm
+    from .policies.offload import Offload as Offload
     from .runlog.record import RunLog as RunLog
-    from .tiers.offload import Offload as Offload
     from .worlds.world import world as world
 
 ANYWHERE = "Comm", "Error", "Layout", "Machine", "Model", "Offload", "Step", "plan"  # without torch, and off Linux
 EXTRA = "torch", "numpy", "safetensors"  # what `pip install "zeroshard[torch]"` brings
 
 _HOME = {
-    "Comm": "ranks.comm",
+    "Comm": "policies.comm",
     "Error": "errors",
-    "Layout": "layout",
+    "Layout": "layout.partition",
     "Machine": "planner.question",
     "Model": "planner.question",
-    "Offload": "tiers.offload",
-    "Precision": "numerics",
+    "Offload": "policies.offload",
+    "Precision": "arithmetic.sums",
     "RunLog": "runlog.record",
     "Step": "planner.question",
     "Zero": "api",
-    "apart": "engine.apart",
+    "apart": "features.per_source_gradients",
     "load": "integrations.weights",
     "plan": "planner.plan",
     "settings": "integrations.settings",

@@ -16,34 +16,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from .arithmetic.sums import Precision
 from .checkpoint import loading, saving
-from .checkpoint.content import drawing
+from .checkpoint.content import model_state
 from .checkpoint.files import absolute
+from .checkpoint.meeting import Meeting
 from .checkpoint.on_signal import save_on
 from .checkpoint.saving import Saving
+from .comm.all_or_none import first_writes
 from .device import chosen, lacking, warn_of_idle
-from .engine.accepted import unwrapped
-from .engine.guard import refuse_copy
-from .engine.modes import refuse_inside, unseen
+from .engine.build.supported_optimizers import unwrapped
+from .engine.engine import COMPARING, Engine
+from .engine.weights.guard import refuse_copy
+from .engine.weights.modes import refuse_inside, unseen
 from .errors import StateError, UserError, nearest, without_own_lines
 from .events import Event, Ledger, Record
-from .features import absent, first
-from .fields import check_flag
-from .layout import Bucket, Layout, Slot
-from .numerics import Precision
-from .ranks.comm import Comm, Simulated
-from .ranks.together import first_writes
-from .sharded import COMPARING, Engine
-from .stage import Placements
-from .tiers.offload import Offload
+from .hooks import absent, first
+from .layout.partition import Bucket, Layout, Slot
+from .layout.stage import Placements
+from .policies.comm import Comm, Simulated
+from .policies.offload import Offload
+from .rng import drawing
+from .validation import check_flag
 
 if TYPE_CHECKING:
-    from .batches import Batches
-    from .engine.finite import Finding
-    from .engine.moving import MovingAverage
     from .explain.document import Page
+    from .features.batches import Batches
+    from .features.moving_average import MovingAverage
+    from .features.nonfinite import Finding
+    from .features.replay import Replay
     from .integrations.streaming import WeightStream
-    from .replay import Replay
 
 log = logging.getLogger("zeroshard")
 ANY_MACHINE = 'device=torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")'
@@ -139,7 +141,8 @@ def shard(
     check_flag("optimizer_in_backward", optimizer_in_backward)
     policies = precision, offload, layout, comm
     with torch.inference_mode(False):  # what is made here is trained
-        return Zero(Engine(model, optimizers, stage, *policies, device, init, in_backward=optimizer_in_backward))
+        made = Engine(model, optimizers, stage, *policies, device, init, Meeting(), in_backward=optimizer_in_backward)
+        return Zero(made)
 
 
 def _policy(name: str, given: Any, kind: Any) -> Any:
@@ -297,7 +300,7 @@ class Zero:
         settings |= {"drop_last": drop_last, "reseed": reseed}
         made = first("batches", self._engine, dataset, settings, loader)
         if made is None:
-            raise absent("batches")
+            raise absent("features.batches")
         return cast("Batches", made)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
@@ -336,7 +339,7 @@ class Zero:
         engine.schedule.recover()
         engine.moving = average = first("average", decay, engine)
         if average is None:
-            raise absent("engine.moving")
+            raise absent("features.moving_average")
         return cast("MovingAverage", average)
 
     def replay(self, work: Callable[..., Any], *, every: int = 1000) -> Replay:
@@ -356,7 +359,7 @@ class Zero:
         """
         made = first("replay", self._engine, work, every)
         if made is None:
-            raise absent("replay")
+            raise absent("features.replay")
         return cast("Replay", made)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -387,7 +390,7 @@ class Zero:
         """
         self._engine.meet_for_checkpoint("saving")
         with self._engine.ledger.during("save"):
-            state, ledger = self._engine.model_state(), self._engine.ledger
+            state, ledger = model_state(self._engine), self._engine.ledger
             return saving.save(state, path, extra, asynchronous=asynchronous, keep=keep, ledger=ledger)
 
     def save_on(
@@ -426,7 +429,7 @@ class Zero:
             for tier in self._engine.tiers.values():
                 renewed.enter_context(tier.renewed())
             self._engine.meet_for_checkpoint("loading")
-            engine = self._engine.model_state()
+            engine = model_state(self._engine)
             loaded = loading.load(engine, path, strict=strict)
         self._engine.seed, self._engine.position = engine.seed, None if self._engine.batches else loaded.batches
         self._engine.loaded()
@@ -443,7 +446,7 @@ class Zero:
         from .integrations import dcp
 
         self._engine.meet_for_checkpoint("saving")
-        return dcp.state_dict(self._engine.model_state())
+        return dcp.state_dict(model_state(self._engine))
 
     @_meeting
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -454,7 +457,7 @@ class Zero:
         from .integrations import dcp
 
         self._engine.meet_for_checkpoint("loading")
-        dcp.load_state_dict(self._engine.model_state(), state_dict)
+        dcp.load_state_dict(model_state(self._engine), state_dict)
         self._engine.loaded()
 
     @_meeting
@@ -476,7 +479,7 @@ class Zero:
 
         self._engine.meet_for_checkpoint("exporting")
         with self._engine.ledger.during("export"):
-            export.export(self._engine.model_state(), folder, file_nbytes=file_nbytes, dtype=dtype, overwrite=overwrite)
+            export.export(model_state(self._engine), folder, file_nbytes=file_nbytes, dtype=dtype, overwrite=overwrite)
 
     @_meeting
     def stream(self, *, dtype: torch.dtype | None = None) -> WeightStream:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 
-from .ended import at_end_of
+from .finalizers import at_end_of
 
 DEVICE, HOST, NVME, SHARED = "device", "host", "nvme", "shared"  # tiers; the last counts one copy for a whole host
 

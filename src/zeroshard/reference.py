@@ -39,10 +39,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import layout as arithmetic
+from .arithmetic.sums import LOW, average_
 from .errors import UserError
-from .layout import Layout, Spec
-from .numerics import LOW, average_
+from .layout import partition as arithmetic
+from .layout.partition import Layout, Spec
 
 
 def shard(

@@ -11,8 +11,8 @@ import torch
 
 import selection
 from zeroshard import Comm, Layout, Offload, Precision
-from zeroshard.engine.refused import refuse, settings
 from zeroshard.errors import UserError
+from zeroshard.policies.incompatible import refuse, settings
 
 from . import pairwise
 
@@ -151,7 +151,7 @@ class Case:
 
 
 def legal(case: Case) -> bool:
-    """Do these settings go together, by `engine/refused.py` and by what is said beside it?"""
+    """Do these settings go together, by `policies/incompatible.py` and by what is said beside it?"""
     comm = case.arguments.get("comm", {})
     if case.ranks % (comm.get("replicas") or comm.get("hosts", 1)):
         return False  # replicas, and hosts, divide the ranks

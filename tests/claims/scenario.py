@@ -11,7 +11,7 @@ from torch import Tensor
 import reference
 import training
 import zeroshard
-from zeroshard.engine.reduction import PAUSE, UNHURRIED
+from zeroshard.engine.gradients.reduction import PAUSE, UNHURRIED
 from zeroshard.errors import PeerError
 from zeroshard.planner import predict_tiers
 from zeroshard.planner.files import Moves, predict_moves

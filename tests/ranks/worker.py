@@ -120,7 +120,7 @@ def _close(environment: dict[str, str]) -> bytes:
 
 def _reset() -> None:
     """Every run starts from the same global state, and exchanges messages where it does not say how."""
-    from zeroshard.ranks import comm
+    from zeroshard.policies import comm
 
     reset_global_state()
     comm.AUTO = "gloo"

@@ -37,8 +37,8 @@ from zeroshard.explain import (
     walk_tiers,
 )
 from zeroshard.explain.transformer260 import TENSORS
+from zeroshard.layout.stage import STAGES
 from zeroshard.planner import predict_states
-from zeroshard.stage import STAGES
 
 WEB = Path(__file__).parents[2] / "web"
 DIGEST = r"\b[0-9a-f]{32}\b"

@@ -20,7 +20,7 @@ from zeroshard import Comm, Layout, Machine, Model, Offload, Precision, Step
 from zeroshard.cli.main import app
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME
-from zeroshard.layout import partition
+from zeroshard.layout.partition import partition
 from zeroshard.planner import clock, fits_job, fitting, from_number, gpus, recipes, transformer
 from zeroshard.planner.asked import Asked
 from zeroshard.planner.disk import Disk

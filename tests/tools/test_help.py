@@ -10,7 +10,7 @@ from zeroshard.cli import gates
 from zeroshard.cli.config import Precision, Transport
 from zeroshard.cli.main import app
 from zeroshard.cli.question import Question
-from zeroshard.layout import BUCKET_MIB, Layout
+from zeroshard.layout.partition import BUCKET_MIB, Layout
 
 OPTIONS = {
     "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-activations offload-gradients offload-optimizer "

@@ -16,8 +16,8 @@ from torch import nn
 import ranks
 import reference
 import zeroshard
+from zeroshard.comm import groups
 from zeroshard.errors import PeerError, StateError, UserError
-from zeroshard.ranks import groups
 
 STEPS = 3
 

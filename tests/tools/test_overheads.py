@@ -21,9 +21,16 @@ from zeroshard.planner.simulate import facts
 from zeroshard.planner.timeline import replay
 from zeroshard.planner.ways import meetings
 
-OWN = ("engine/", "ranks/", "numerics", "bins", "device", "tiers/")  # where the package's own launches are asked for
+OWN = (
+    "engine/",
+    "features/",
+    "comm/",
+    "arithmetic/",
+    "device",
+    "tiers/",
+)  # where the package's own launches are asked for
 
-OPTIMIZER = "engine/alone.py:step"  # where it calls the program's own optimizer, bucket by bucket
+OPTIMIZER = "engine/step/bucket_step.py:step"  # where it calls the program's own optimizer, bucket by bucket
 
 
 def step(stage, dtype, comm=None, recompute=False, backwards=1, clip=False, grad_dtype=None):

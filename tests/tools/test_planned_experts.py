@@ -16,10 +16,10 @@ import zeroshard
 from flat import plan_of
 from zeroshard import Comm, Layout, Machine, Precision
 from zeroshard.errors import UserError
-from zeroshard.layout import partition
+from zeroshard.layout.partition import partition
+from zeroshard.layout.stage import STAGES, seat_on
 from zeroshard.planner import recipes, shapes, states
 from zeroshard.planner.simulate import simulate
-from zeroshard.stage import STAGES, seat_on
 
 JOB = f"{Path(__file__).parents[2] / 'examples' / 'job.py'}:job"
 EXPERTS = Layout(along={"*.experts.*": "edp"})

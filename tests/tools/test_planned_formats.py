@@ -16,9 +16,9 @@ from zeroshard import Comm, Layout, Machine, Offload, Precision
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import show_plan
 from zeroshard.errors import UserError
+from zeroshard.layout.states import placements
 from zeroshard.planner import formats, states
 from zeroshard.planner.instants import instants, item_sizes
-from zeroshard.resting import placements
 
 BF16 = {"param_dtype": torch.bfloat16}
 LINEAR = ["*.0.weight", "*[0-9].weight"]

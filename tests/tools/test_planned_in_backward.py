@@ -15,8 +15,8 @@ from flat import plan_of
 from test_planned_replicas import wide
 from zeroshard import Comm, Machine, Offload, Precision
 from zeroshard.errors import UserError
+from zeroshard.layout.states import placements
 from zeroshard.planner.instants import ItemSizes, instants
-from zeroshard.resting import placements
 
 JOBS = Path(__file__).parents[1] / "jobs.py"
 PASSING = ("reduce", "gradients", "upcast")

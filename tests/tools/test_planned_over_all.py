@@ -14,10 +14,10 @@ from zeroshard import Comm, Layout, Machine, Model, Step, shard
 from zeroshard.cli.config import InputError
 from zeroshard.cli.main import app
 from zeroshard.errors import UserError
-from zeroshard.layout import Spec, partition
+from zeroshard.layout.partition import Spec, partition
+from zeroshard.layout.states import placements
 from zeroshard.planner import closed, recipes, states, traffic
 from zeroshard.planner.simulate import simulate
-from zeroshard.resting import placements
 
 STAGES = (1, 2, 3)
 LAYOUT = Layout(bucket_mib=0.003, units=())

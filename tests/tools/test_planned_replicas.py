@@ -10,17 +10,17 @@ from torch import nn
 import selection
 import zeroshard
 from zeroshard import Comm, Layout, Machine, Offload, Precision, shard
-from zeroshard.checkpoint.content import pieces
+from zeroshard.checkpoint.content import model_state, pieces
 from zeroshard.cli.main import app
+from zeroshard.comm.agreement import ROW
 from zeroshard.explain.reading import read
 from zeroshard.explain.run import record_step
-from zeroshard.layout import Spec, partition
+from zeroshard.layout.partition import Spec, partition
+from zeroshard.layout.stage import STAGES
 from zeroshard.planner import built, recipes, states, traffic
 from zeroshard.planner.machines import machine
 from zeroshard.planner.simulate import RECORDED, simulate
 from zeroshard.planner.texts import b as text_b
-from zeroshard.ranks.agreement import ROW
-from zeroshard.stage import STAGES
 
 STEPS = 3
 
@@ -182,7 +182,7 @@ def copied(stage, offload):
     zero = shard(parts["model"], optimizer, stage=stage, comm=Comm(replicas=2), offload=offload)
     parts["loss"](parts["model"], parts["batch"](0, zero.rank)).backward()
     optimizer.step()
-    own = pieces(zero._engine.model_state())
+    own = pieces(model_state(zero._engine))
     held = {tier: {state: n for state, n in held.items() if n} for tier, held in zero.ledger().tiers.items()}
     predicted = {tier: held for tier, held in built.predict_tiers(zero).items() if held}
     return built.holding(zero).snapshot(), sum(p.tensor.numel() * p.tensor.itemsize for p in own), predicted, held

@@ -17,10 +17,10 @@ from flat import plan_of
 from zeroshard import Machine, Model, Offload, Precision
 from zeroshard.cli import iobench
 from zeroshard.cli.config import PLACED, InputError, offload_of, places
+from zeroshard.features import nvme
+from zeroshard.layout.stage import STATES
 from zeroshard.planner import disk, files, predict_tiers
 from zeroshard.planner.files import closed_moves, predict_moves
-from zeroshard.stage import STATES
-from zeroshard.tiers import nvme
 
 WIDTH, LAYERS, STEPS = 20, 5, 3
 BF16 = Precision(param_dtype=torch.bfloat16, cast_inputs=True)

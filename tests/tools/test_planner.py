@@ -22,18 +22,19 @@ from torch import nn
 import ranks
 import zeroshard
 from flat import plan_of
-from zeroshard import Comm, Layout, Machine, Model, Offload, Step, numerics
+from zeroshard import Comm, Layout, Machine, Model, Offload, Step
+from zeroshard.arithmetic import sums
 from zeroshard.cli.config import InputError
 from zeroshard.cli.plan import one_line, show_plan, show_text
 from zeroshard.cli.screen import Amount
-from zeroshard.engine.unit import find_units
+from zeroshard.engine.weights.unit import find_units
 from zeroshard.errors import UserError
 from zeroshard.explain.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
-from zeroshard.layout import Spec, partition
+from zeroshard.layout.partition import Spec, partition
+from zeroshard.layout.stage import STAGES
 from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, texts, traffic, units
 from zeroshard.planner.instants import ItemSizes, instants, item_sizes, peak
 from zeroshard.planner.texts import arithmetic, tiny
-from zeroshard.stage import STAGES
 
 GB, GIB = 10**9, 2**30
 PAPER = recipes.PRESETS["paper"]
@@ -527,7 +528,7 @@ def test_parts_that_do_not_add_up_are_counted_as_by_torch(ranks):
         total += weights.grad
     assert arithmetic.spoiled(ranks) == int((total != g).sum())
     average = torch.zeros(128)
-    numerics.fold(average, [g] * ranks, start=None, over=ranks)  # as the engine adds and divides
+    sums.fold(average, [g] * ranks, start=None, over=ranks)  # as the engine adds and divides
     assert arithmetic.spoiled_here(ranks) == int((average != g).sum()) == 0
 
 

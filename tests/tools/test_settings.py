@@ -15,7 +15,7 @@ from zeroshard.errors import UserError
 from zeroshard.integrations.config_export import export
 from zeroshard.integrations.config_keys import ACCELERATE, DEEPSPEED, markdown
 from zeroshard.integrations.settings import Settings, sections, settings
-from zeroshard.layout import BUCKET_MIB
+from zeroshard.layout.partition import BUCKET_MIB
 
 PAGE = Path(__file__).parents[2] / "docs" / "configs.md"
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -31,7 +31,7 @@ from zeroshard.planner import built, predict_states, texts
 from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import PASSING, facts, moments, simulate
 from zeroshard.planner.timeline import replay
-from zeroshard.ranks import comm
+from zeroshard.policies import comm
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("published", ROOT / "bench" / "published.py")

@@ -23,13 +23,13 @@ import torch.distributed as dist
 import reference
 import zeroshard
 from zeroshard import Layout, Precision
+from zeroshard.arithmetic.sums import average_, fold
 from zeroshard.explain import four_weights, transformer260
 from zeroshard.explain.frames import backward_frames
 from zeroshard.explain.stacked_mlp import StackedMLP
-from zeroshard.layout import Spec, partition
-from zeroshard.numerics import average_, fold
+from zeroshard.layout.partition import Spec, partition
+from zeroshard.layout.states import placements
 from zeroshard.planner import predict_states
-from zeroshard.resting import placements
 
 STAGES = (0, 1, 2, 3)
 ONE_BYTE = 2.0**-20  # MiB: a bucket limit that gives every tensor a bucket of its own

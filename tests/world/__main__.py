@@ -25,7 +25,7 @@ MEMORY = "/dev/shm"  # a folder whose files are in memory
 
 def main() -> None:
     """Run the command."""
-    from zeroshard.ranks import comm
+    from zeroshard.policies import comm
 
     comm.AUTO = "gloo"  # as in a test
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

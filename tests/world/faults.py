@@ -101,7 +101,7 @@ def _places(draws: Draws) -> Iterator[tuple[Any, str, Any]]:
         if draws.odds.memory and room in (*rooms, "device") and held.get("torch") is torch:
             yield module, "torch", _Torch(torch)
         # Not where a type is compared with the class itself.
-        compared = name in ("zeroshard.engine.undo", "zeroshard.engine.options")
+        compared = name in ("zeroshard.engine.build.rollback", "zeroshard.engine.step.options")
         if room in rooms and draws.odds.inside and not compared:
             for copied, shim in _COPIES.items():
                 yield module, copied, shim

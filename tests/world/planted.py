@@ -20,50 +20,50 @@ class Bug(NamedTuple):
 
 BUGS = (
     Bug(
-        "only the first of a gather's broadcasts is waited for", "ranks/transport.py",
+        "only the first of a gather's broadcasts is waited for", "comm/transport.py",
         "            self._wait(self._handles[0])\n            self._handles.pop(0)\n",
         "            self._wait(self._handles[0])\n            self._handles.clear()\n",
     ),
     Bug(
-        "a relay's average is taken off its queue before it came: an exception loses it", "flow.py",
+        "a relay's average is taken off its queue before it came: an exception loses it", "comm/reduce_pipeline.py",
         "        self.wait(self._landed[0])  # an interrupt may come here: then it is still under way\n"
         "        self._store(self._landed.pop(0))\n",
         "        self._store(self._landed.pop(0))\n",
     ),
     Bug(
-        "what the replica before has summed up is not waited for", "engine/sums.py",
+        "what the replica before has summed up is not waited for", "engine/gradients/sums.py",
         "            delivery.receive()\n            delivery.came.wait()\n",
         "            delivery.receive()\n",
     ),
     Bug(
-        "the end of a slice of waiting is taken for the message's", "ranks/link.py",
+        "the end of a slice of waiting is taken for the message's", "comm/collectives.py",
         "                if not queued and handle.wait(SLICE):  # else memory that is shared was not posted in this slice\n"
         "                    return\n",
         "                handle.wait(SLICE)\n                return\n",
     ),
     Bug(
-        "the memory that a reduction lands in is given back when it is launched", "engine/sums.py",
+        "the memory that a reduction lands in is given back when it is launched", "engine/gradients/sums.py",
         "        contribution.move(State.SENT)\n        self.begin(Sent(",
         "        contribution.move(State.SENT)\n        self.scratch.give_back(receive)\n        self.begin(Sent(",
     ),
     Bug(
-        "the order of reductions follows what this rank got", "engine/reduction.py",
+        "the order of reductions follows what this rank got", "engine/gradients/reduction.py",
         "key=lambda index: (index not in with_gradient, -index))",
         "key=lambda index: (not self.contributions[index].received, -index))",
     ),
     Bug(
-        "units that ranks name in one round are gathered beginning with the own", "engine/script.py",
+        "units that ranks name in one round are gathered beginning with the own", "engine/weights/script.py",
         "            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))\n",
         "            votes = votes[self.group.rank % len(votes) :] + votes[: self.group.rank % len(votes)]\n"
         "            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))\n",
     ),
     Bug(
-        "what this rank did not use is left out of the script, though others used it", "engine/script.py",
+        "what this rank did not use is left out of the script, though others used it", "engine/weights/script.py",
         "        used = self.group.flags(bytes(self._used))\n",
         "        used = bytes(self._used)\n",
     ),
     Bug(
-        "the end of a model prunes the streams, wherever the collector finds it", "ranks/streams.py",
+        "the end of a model prunes the streams, wherever the collector finds it", "comm/launch_log.py",
         "    for stream in streams:\n        stream.let_go(engine)\n",
         "    for stream in streams:\n        stream.let_go(engine)\n        stream.prune()\n",
     ),
@@ -88,7 +88,7 @@ BUGS = (
         "                pages, at = pages[max(done, pages.nbytes) :], at + done\n",
     ),
     Bug(
-        "what failed on the disk of one rank is not told to the others", "ranks/together.py",
+        "what failed on the disk of one rank is not told to the others", "comm/all_or_none.py",
         "        if error is not None and not isinstance(error, Exception):\n",
         "        if isinstance(error, OSError) or (error is not None and not isinstance(error, Exception)):\n",
     ),
@@ -99,27 +99,27 @@ BUGS = (
         "        _together(group, target, lambda: _publish(snapshot, everyone, beside, target) if first else None)\n",
     ),
     Bug(
-        "a state is read from its file while it is still on its way there", "tiers/nvme.py",
+        "a state is read from its file while it is still on its way there", "features/nvme.py",
         "        before = [*room.work, *rest.writing]  # through, and without an error\n",
         "        before = [*room.work]  # through, and without an error\n",
     ),
     Bug(
-        "a state from a file is used before it was read", "tiers/nvme.py",
+        "a state from a file is used before it was read", "features/nvme.py",
         "        assert self.room is not None\n        self.file.wait(self.room)\n        self.depth += 1\n",
         "        assert self.room is not None\n        self.depth += 1\n",
     ),
     Bug(
-        "a rank leaves a levelling before all are through with it", "ranks/link.py",
+        "a rank leaves a levelling before all are through with it", "comm/collectives.py",
         "        watch.posted[number, THROUGH] = THROUGH\n        self._posted(number, THROUGH)\n",
         "        watch.posted[number, THROUGH] = THROUGH\n",
     ),
     Bug(
-        "averages that all ranks step with are not waited for", "engine/optim.py",
+        "averages that all ranks step with are not waited for", "engine/step/optim.py",
         "if not each.buffer.by_itself]:\n            work.wait()\n",
         "if not each.buffer.by_itself]:\n            pass\n",
     ),
     Bug(
-        "the optimizer in backward does not wait for the average", "engine/in_backward.py",
+        "the optimizer in backward does not wait for the average", "features/optimizer_in_backward.py",
         "        accumulator, having, work = self._landed[0]\n        work.wait()\n",
         "        accumulator, having, work = self._landed[0]\n",
     ),

@@ -27,8 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..arithmetic.hashing import digest
 from ..errors import CheckpointError, UserError, check_local
-from ..hashing import digest
 from .dtypes import DTYPES
 from .others import OURS, other
 from .staging import clean, discard, owner, place_beside, sync, temporary
@@ -70,7 +70,7 @@ def part_of(file: str) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor | Part]) -> Written:
     """Write a safetensors file, and have it on the disk when this returns."""
-    from ..digests import raw
+    from ..arithmetic.digests import raw
     from ..tiers.tier import present
 
     header: dict[str, Any] = {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..strips import ONE_STRIP
+from ..layout.shard_dim import ONE_STRIP
 from .manifest import AVERAGE, VALUE, Parameter, Saved, Stored, numel
 
 Stem = tuple[str, str]  # the text before a number in a name, and after it

@@ -14,19 +14,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..engine.buffer import Buffer
-from ..engine.fragment import Fragment, by_parameter, fresh_states, made_of, planes, rests_away
-from ..engine.optim import Binding
+from ..arithmetic.hashing import digest
+from ..arithmetic.sums import unrepeated
+from ..comm.agreement import Group
+from ..comm.all_or_none import Together, problem_of
+from ..engine.step.fragment import Fragment, by_parameter, fresh_states, made_of, planes, rests_away
+from ..engine.step.optim import Binding
+from ..engine.weights.buffer import Buffer
 from ..errors import CheckpointError, PeerError
-from ..fields import check_flag
-from ..hashing import digest
-from ..layout import Slot
-from ..numerics import unrepeated
-from ..ranks.agreement import Group
-from ..ranks.together import Together, problem_of
-from ..strips import ONE_STRIP, Strips
+from ..layout.partition import Slot
+from ..layout.shard_dim import ONE_STRIP, Strips
+from ..rng import Rng, parsed_rng, restore_rng
 from ..tiers.tier import Part, present
-from .content import ModelState, Rng, options, parsed_rng, persistent, restore_rng
+from ..validation import check_flag
+from .content import ModelState, options, persistent
 from .dtypes import TORCH_DTYPES
 from .files import MANIFEST, absolute, canonical
 from .manifest import AVERAGE, VALUE, Saved, Stored, numel, own_name, siblings, unplain

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError, UserError
-from ..layout import COMPILED, plain_name
-from ..strips import ONE_STRIP, Strips
+from ..layout.partition import COMPILED, plain_name
+from ..layout.shard_dim import ONE_STRIP, Strips
 from .dtypes import TORCH_DTYPES
 from .files import BLOCK, MANIFEST, Reader, canonical, damaged, opened, read_manifest, replaced
 from .parts import nearest, rank_of, read_part
@@ -522,7 +522,7 @@ def _empty(shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def _raw(tensor: Tensor) -> memoryview:
-    from ..digests import raw
+    from ..arithmetic.digests import raw
 
     return raw(tensor)
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..arithmetic.hashing import digest
 from ..errors import CheckpointError
-from ..hashing import digest
 from .files import MANIFEST_LIMIT, canonical, damaged, open_regular, part_of
 
 INLINE = 64  # ranks, up to which the manifest says it all

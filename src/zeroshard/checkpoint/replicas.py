@@ -22,13 +22,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..digests import raw
-from ..engine.buffer import Buffer
+from ..arithmetic.digests import raw
+from ..arithmetic.sums import simulated
+from ..comm.agreement import Group
+from ..engine.weights.buffer import Buffer
 from ..errors import PeerError, TierError
 from ..events import ends
-from ..numerics import simulated
-from ..ranks.agreement import Group
-from ..stage import Degree
+from ..layout.stage import Degree
 from ..tiers.tier import Part, present
 from .content import ModelState
 

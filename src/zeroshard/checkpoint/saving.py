@@ -24,14 +24,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..comm.agreement import Group
+from ..comm.all_or_none import Together, problem_of
+from ..comm.mesh import program
 from ..device import describe
 from ..errors import CheckpointError, UserError
 from ..events import HOST, Ledger
-from ..fields import check_flag
-from ..ranks.agreement import Group
-from ..ranks.mesh import program
-from ..ranks.together import Together, problem_of
+from ..rng import rng_states
 from ..tiers.tier import Part, present
+from ..validation import check_flag
 from . import parts
 from .content import (
     ModelState,
@@ -41,7 +42,6 @@ from .content import (
     options,
     persistent,
     pieces,
-    rng_states,
     told_buffers,
     told_kinds,
     values,

@@ -42,7 +42,7 @@ class Check:
 
     def settings(self, folder: str, stage: int) -> dict[str, Any]:
         """Make the policies for `shard` and `simulate`; files go to `folder`."""
-        from zeroshard.ranks.shared_memory import possible
+        from zeroshard.comm.shared_memory import possible
 
         offload = offload_of(self.offload, folder if "nvme" in self.offload.values() else "")
         made = policies(self.options) | {"offload": offload}
@@ -187,7 +187,7 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
     import torch
 
     import zeroshard
-    from zeroshard.engine.reduction import UNHURRIED
+    from zeroshard.engine.gradients.reduction import UNHURRIED
     from zeroshard.planner.job import build
     from zeroshard.planner.simulate import STEPS
 

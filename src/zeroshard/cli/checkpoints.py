@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from zeroshard.arithmetic.hashing import digest
 from zeroshard.checkpoint.dtypes import DTYPES
 from zeroshard.checkpoint.files import BLOCK, FILE, MANIFEST
 from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, by_number, numel, order
@@ -18,7 +19,6 @@ from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
 from zeroshard.cli.prefixes import SCREEN, Sums, only, table_of
 from zeroshard.errors import CheckpointError, check_local
-from zeroshard.hashing import digest
 
 CONTAINERS = ("map", "list", "tuple")
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard import Layout, Offload, device, numerics
+from zeroshard import Layout, Offload, device
+from zeroshard.arithmetic import sums
 from zeroshard.cli.config import one_line
 from zeroshard.cli.reference import bits
+from zeroshard.comm import shared_memory
+from zeroshard.layout.stage import STAGES
 from zeroshard.planner.built import predict_states
-from zeroshard.ranks import shared_memory
-from zeroshard.stage import STAGES
 
 HOLDS, UNTRIED, FAILS = "holds", "not tested here", "does not hold"
 STEPS, TURNS, WIDTH = 2, 2, 24
@@ -223,7 +224,7 @@ def _arithmetic(on: torch.device) -> str:
         both = []
         for where in (torch.device("cpu"), on):
             total = torch.zeros(4096, device=where)
-            numerics.fold(total, [piece.to(where) for piece in pieces[:ranks]], start=None, over=ranks)
+            sums.fold(total, [piece.to(where) for piece in pieces[:ranks]], start=None, over=ranks)
             both += [device.ask(total), device.ask(total.to(torch.bfloat16)).float()]
         _compare(f"the average of {ranks}", {"sum": both[2], "cast": both[3]}, {"sum": both[0], "cast": both[1]})
     return f"averages of 1 to {RANKS} contributions in bfloat16, of 4,096 elements"

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NamedTuple
 
+from zeroshard.comm.launcher import ranks_to_join
 from zeroshard.errors import UserError
 from zeroshard.errors import one_line as one_line
+from zeroshard.layout.stage import STATES
 from zeroshard.planner.options import OTHERS
-from zeroshard.ranks.launcher import ranks_to_join
-from zeroshard.stage import STATES
 
 
 class InputError(UserError):
@@ -120,7 +120,7 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
     for what, text in places.items():
         if text == "nvme" and not path:
             raise InputError(f"--offload-{what} nvme needs a folder on a disk: --offload-path DIR")
-    from zeroshard.tiers.offload import Offload
+    from zeroshard.policies.offload import Offload
 
     def where(text: str) -> str | float:
         try:

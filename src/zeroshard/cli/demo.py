@@ -17,7 +17,7 @@ from zeroshard.cli.compared import journal
 from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
 from zeroshard.cli.resume import CHECKPOINTS
 from zeroshard.cli.start import run_beside
-from zeroshard.stage import STAGES
+from zeroshard.layout.stage import STAGES
 
 # Beginnings of single lines: a model of this size cannot count the blanks of an indented block.
 PROMPTS = ("def ", "class ", "import ", "from ", "if ", "for ", "return ", "raise ", "self.", "# ")

@@ -31,14 +31,14 @@ from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, one_line, within
 from zeroshard.errors import TierError, UserError
 from zeroshard.events import Ledger
-from zeroshard.headroom import BUFFERS
+from zeroshard.features import nvme
+from zeroshard.layout.limits import BUFFERS
 from zeroshard.planner.answer import Plan
 from zeroshard.planner.disk import FORMAT, Disk
 from zeroshard.planner.plan import plan
 from zeroshard.planner.quantities import count
 from zeroshard.planner.question import from_flat
-from zeroshard.tiers import nvme
-from zeroshard.tiers.offload import Offload
+from zeroshard.policies.offload import Offload
 
 PATTERNS = ("read", "write", "both")
 SLOT = 24 << 20  # bytes of one bucket's state, of the default layout

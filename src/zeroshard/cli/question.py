@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, get_args
 
 from zeroshard.cli.config import InputError, OptimizerOver, Precision, Reduce, Transport, within
 from zeroshard.errors import nearest
-from zeroshard.resting import placements
-from zeroshard.stage import STAGES
+from zeroshard.layout.stage import STAGES
+from zeroshard.layout.states import placements
 
 SMALL = "small"
 

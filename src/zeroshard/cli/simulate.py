@@ -14,7 +14,7 @@ from typing import Any
 from rich.markup import escape
 
 from zeroshard.api import Zero
-from zeroshard.checkpoint.content import pieces
+from zeroshard.checkpoint.content import model_state, pieces
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
 from zeroshard.cli.policies import policies
@@ -27,8 +27,8 @@ from zeroshard.planner.machines import Cluster, machine
 from zeroshard.planner.overheads import CLIP, clipped, total
 from zeroshard.planner.simulate import PASSING, RECORDED, Simulation, facts, simulate
 from zeroshard.planner.states import owned
-from zeroshard.ranks.comm import Comm
-from zeroshard.tiers.offload import Offload
+from zeroshard.policies.comm import Comm
+from zeroshard.policies.offload import Offload
 
 
 def show_simulation(
@@ -224,7 +224,7 @@ def moved(run: Simulation) -> dict[str, int]:
 
 def saved(zero: Zero) -> dict[str, int]:
     """Count what `zero.save` would write: files in all, this rank's tensors and their bytes, without headers."""
-    sizes = [piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(zero._engine.model_state())]
+    sizes = [piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(model_state(zero._engine))]
     return {"files": zero.world_size + 1, "tensors": len(sizes), "bytes": sum(sizes)}
 
 

@@ -11,13 +11,13 @@ from zeroshard.cli.config import PLACED
 from zeroshard.cli.fits import fits_sentence, show_line
 from zeroshard.cli.policies import comm_of, layout_of, precision_of
 from zeroshard.cli.screen import Amount
+from zeroshard.layout.stage import STAGES
 from zeroshard.planner import fitting
 from zeroshard.planner.answer import Plan, StagePlan
 from zeroshard.planner.fitting import PATH
 from zeroshard.planner.line import Call, Word, changed, policy, shard
 from zeroshard.planner.options import ARGUMENTS, OPTIONS
 from zeroshard.planner.recipes import Recipe
-from zeroshard.stage import STAGES
 
 
 def show_verdict(found: Plan, options: Mapping[str, Any], given: Collection[str], amount: Amount) -> None:

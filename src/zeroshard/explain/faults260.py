@@ -30,8 +30,8 @@ import zeroshard
 from ..checkpoint import files, saving
 from ..checkpoint.staging import LEFTOVER
 from ..cli import checkpoints
+from ..comm import watch
 from ..errors import Error
-from ..ranks import watch
 from ..worlds.output import by_rank
 from ..worlds.rank import Rank
 from ..worlds.schedule import Schedule, here

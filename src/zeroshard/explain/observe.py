@@ -17,7 +17,7 @@ import torch
 
 from .. import events
 from ..api import Zero
-from ..engine.reduction import UNHURRIED
+from ..engine.gradients.reduction import UNHURRIED
 from .document import numbers
 from .recording import Told, one_step
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from ..layout.stage import STAGES
 from ..planner import closed, files, traffic
 from ..planner.plan import plan
 from ..planner.quantities import number, plain
 from ..planner.question import Machine, Model
 from ..planner.recipes import PRESETS
-from ..stage import STAGES
 from .run260 import STEPS, digest, plain_weights
 from .walk260 import by_stage
 

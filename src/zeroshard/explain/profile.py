@@ -12,8 +12,8 @@ import torch
 
 import zeroshard
 
-from ..engine.reduction import UNHURRIED
-from ..numerics import Precision
+from ..arithmetic.sums import Precision
+from ..engine.gradients.reduction import UNHURRIED
 from ..planner.simulate import PASSING, STEPS, simulate
 from . import stacked_mlp
 from .recording import MESSAGES

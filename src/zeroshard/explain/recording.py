@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..events import DEVICE, Event, Record
-from ..layout import Bucket, Partition
-from ..ranks.comm import Comm
-from ..stage import ALONE, Seat
+from ..layout.partition import Bucket, Partition
+from ..layout.stage import ALONE, Seat
+from ..policies.comm import Comm
 
 MESSAGES = Comm().on_accelerators()  # of the page's own runs, which show what ranks send, whatever "auto" is here
 PHASES = ("forward", "backward", "reduce", "step", "gather", "save", "export")

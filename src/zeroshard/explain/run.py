@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..comm.all_or_none import first_writes
 from ..errors import StateError, UserError
-from ..layout import Bucket
+from ..layout.partition import Bucket
+from ..layout.stage import Degree, Seat
 from ..planner import predict_states
 from ..planner.states import owned
-from ..ranks.together import first_writes
-from ..stage import Degree, Seat
 from .document import Page, built_in, document
 from .reading import FORMAT, RECORDED, VERSION, curves
 from .recording import E4M3, Clock, Told, began_before, last_step, layout_json, one_step, shorten, together, traffic_of

@@ -13,9 +13,9 @@ import torch
 
 import zeroshard
 
-from ..layout import Layout
+from ..layout.partition import Layout
+from ..layout.stage import STAGES
 from ..planner.recipes import PRESETS
-from ..stage import STAGES
 from . import transformer260
 from .document import matrix
 from .frames import backward_frames
@@ -311,11 +311,11 @@ def _grouping(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     layout = ranks[0]["layout"]
     symbols = {entry.name: entry.symbol for entry in TENSORS}
     specs = [
-        zeroshard.layout.Spec(slot[0], tuple(slot[1]), "bfloat16", 2, number, True)
+        zeroshard.layout.partition.Spec(slot[0], tuple(slot[1]), "bfloat16", 2, number, True)
         for number, bucket in enumerate(layout["buckets"])
         for slot in layout["slots"][bucket["first"] : bucket["last"]]
     ]
-    laid_out = zeroshard.layout.partition(specs, Layout(bounds="model", align=1), layout["ranks"])
+    laid_out = zeroshard.layout.partition.partition(specs, Layout(bounds="model", align=1), layout["ranks"])
     reductions = [[move for move in rank["told"]["moves"] if move[0] == "reduce"] for rank in ranks]
     order = one_of([[move[2] for move in moves] for moves in reductions], "the order of reductions")
     groups = [[slot[0] for slot in layout["slots"][bucket["first"] : bucket["last"]]] for bucket in layout["buckets"]]

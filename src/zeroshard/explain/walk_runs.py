@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 
-from ..engine.reduction import UNHURRIED
-from ..layout import Layout
-from ..numerics import Precision
-from ..ranks.comm import Comm
+from ..arithmetic.sums import Precision
+from ..engine.gradients.reduction import UNHURRIED
+from ..layout.partition import Layout
+from ..policies.comm import Comm
 from . import run
 from .observe import ticking
 from .recording import MESSAGES

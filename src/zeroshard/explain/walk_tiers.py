@@ -17,9 +17,9 @@ import torch
 import zeroshard
 
 from ..api import Zero
-from ..engine.reduction import UNHURRIED
-from ..tiers.nvme import NvmeTier
-from ..tiers.offload import Offload
+from ..engine.gradients.reduction import UNHURRIED
+from ..features.nvme import NvmeTier
+from ..policies.offload import Offload
 from . import run, transformer260
 from .observe import ticking
 from .recording import MESSAGES

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+from ..layout.stage import STAGES, Placements
 from ..planner import traffic
 from ..planner.quantities import number
 from ..planner.recipes import PRESETS
-from ..stage import STAGES, Placements
 from . import transformer260
 from .transformer260 import TENSORS
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..api import Zero
-from ..engine.unit import named_tensors
+from ..engine.weights.unit import named_tensors
 from ..errors import UserError
 
 OWN = "_zeroshard_zero"  # the attribute that holds the Zero of a model that a trainer has sharded

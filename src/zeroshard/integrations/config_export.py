@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
-from ..layout import BUCKET_MIB
+from ..layout.partition import BUCKET_MIB
 from .config_values import DTYPES
 from .settings import Settings, sections
 

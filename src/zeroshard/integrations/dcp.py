@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..checkpoint.content import ModelState, options, persistent
 from ..checkpoint.loading import Staged, alike, commit, renew
-from ..engine.accepted import block_of
-from ..engine.buffer import Buffer
-from ..engine.fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
-from ..engine.optim import Binding
+from ..comm.all_or_none import Together
+from ..engine.build.supported_optimizers import block_of
+from ..engine.step.fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
+from ..engine.step.optim import Binding
+from ..engine.weights.buffer import Buffer
 from ..errors import CheckpointError, UserError
-from ..layout import Slot
+from ..layout.partition import Slot
 from ..planner.optimizers import Shown, asked_with, probe
-from ..ranks.together import Together
 from .boxes import Box, boxes
 
 

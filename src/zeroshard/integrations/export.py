@@ -26,20 +26,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..arithmetic.digests import raw
 from ..checkpoint.content import ModelState, local_buffers, persistent, told_buffers
 from ..checkpoint.dtypes import DTYPES
 from ..checkpoint.files import absolute, publish
 from ..checkpoint.manifest import VALUE, Saved, by_number, numel
 from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
-from ..digests import raw
-from ..engine.buffer import Buffer
+from ..comm.agreement import Group
+from ..comm.all_or_none import Together
+from ..engine.weights.buffer import Buffer
 from ..errors import CheckpointError, UserError
-from ..fields import check_flag
-from ..layout import Slot, plain_name
-from ..ranks.agreement import Group
-from ..ranks.together import Together
-from ..stage import Degree
-from ..strips import ONE_STRIP, Strips
+from ..layout.partition import Slot, plain_name
+from ..layout.shard_dim import ONE_STRIP, Strips
+from ..layout.stage import Degree
+from ..validation import check_flag
 from . import adapters
 
 INDEX, CONFIG = "model.safetensors.index.json", "config.json"

@@ -23,7 +23,7 @@ from ..checkpoint.dtypes import DTYPES
 from ..checkpoint.files import absolute, make_room, publish, write_manifest, write_tensors
 from ..checkpoint.manifest import FORMAT, UNCUT, VALUE, check_loads, orders, plain, state_name
 from ..checkpoint.staging import discard, owner, place_beside, temporary
-from ..engine.accepted import check_option
+from ..engine.build.supported_optimizers import check_option
 from ..errors import CheckpointError, UserError, nearest
 
 FILE = "rank00000.safetensors"

@@ -23,12 +23,12 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from .. import api
-from ..engine.unit import on_meta
+from ..arithmetic.sums import Precision
+from ..engine.weights.unit import on_meta
 from ..errors import CheckpointError, StateError
-from ..layout import Layout
-from ..numerics import Precision
-from ..ranks.comm import Comm
-from ..tiers.offload import Offload
+from ..layout.partition import Layout
+from ..policies.comm import Comm
+from ..policies.offload import Offload
 from .common import FOLDER, OWN, params_of, refuse_misspelt, whole_state
 
 REST = "lightning.ckpt"  # in a checkpoint's folder, beside FOLDER

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..checkpoint.content import ModelState, persistent
-from ..engine.buffer import Buffer
-from ..engine.modes import seen, unseen
+from ..arithmetic.sums import as_bytes
+from ..checkpoint.content import ModelState, model_state, persistent
+from ..comm.all_or_none import Together
+from ..engine.weights.buffer import Buffer
+from ..engine.weights.modes import seen, unseen
 from ..errors import Error, StateError, UserError
-from ..numerics import as_bytes
-from ..ranks.together import Together
 from .export import Kind, Wanted, each_part, gathered, held_whole, place
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class WeightStream:
         engine = zero._engine
         engine.group.same("zero.stream(...)", lambda: {"dtype": str(dtype)})
         self._zero, self._wanted = zero, Wanted(1, dtype, overwrite=False)
-        running, of = engine.model_state(), self._wanted.of
+        running, of = model_state(engine), self._wanted.of
         found = {r.name: Kind(running.shape(r), of(r.param.dtype), r.names) for r in running.managed}
         found |= {name: Kind(tuple(each.shape), of(each.dtype), [name]) for name, each in held_whole(running).items()}
         # In the order in which they come.
@@ -55,7 +55,7 @@ class WeightStream:
         engine.refuse_within()
         with engine.group.as_one():
             engine.meet_for_checkpoint("streaming")
-        running, steps, left = engine.model_state(), engine.group.progress.steps, False
+        running, steps, left = model_state(engine), engine.group.progress.steps, False
         together = Together(engine.group, lambda told: UserError("the weights were not streamed", got="; ".join(told)))
         with engine.ledger.during("export"):
             for buffer in [*running.buffers, None]:

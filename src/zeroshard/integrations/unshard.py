@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from ..checkpoint.content import ModelState, Piece, agreed_kinds, pieces, told_kinds, values
+from ..arithmetic.sums import as_bytes
+from ..checkpoint.content import ModelState, Piece, agreed_kinds, model_state, pieces, told_kinds, values
 from ..checkpoint.manifest import AVERAGE, VALUE, own_name
-from ..engine import hooks
-from ..engine.fragment import made_of
-from ..engine.guard import unflip
-from ..engine.tensor_parallel import replace_dtensors
+from ..comm.all_or_none import Together
+from ..engine.build.tensor_parallel import replace_dtensors
+from ..engine.step import optimizer_hooks
+from ..engine.step.fragment import made_of
+from ..engine.weights.guard import unflip
 from ..errors import StateError, UserError
-from ..numerics import as_bytes
-from ..ranks.together import Together
 from ..tiers.tier import Part, present
 
 if TYPE_CHECKING:
     from ..api import Zero
-    from ..engine.optim import Binding
-    from ..engine.unit import Unit
-    from ..sharded import Engine
+    from ..engine.engine import Engine
+    from ..engine.step.optim import Binding
+    from ..engine.weights.unit import Unit
 
 ENGINE = "zeroshard.engine."  # the modules whose hooks go
 Found = dict[str, dict[str, Any]]  # by parameter and state: the whole tensor, or a number
@@ -58,7 +58,7 @@ def unshard(zero: Zero) -> None:
 def _unshard(zero: Zero) -> None:
     engine = zero._engine
     engine.meet_for_checkpoint("unsharding")
-    running = engine.model_state()
+    running = model_state(engine)
     _check(running)
     found = _collect(running)
     whole = {record.name: found[record.name].pop(VALUE) for record in running.managed}
@@ -190,7 +190,7 @@ def _free_optimizer(binding: Binding, found: Found) -> None:
     _forget_hooks(optimizer.__dict__)
     for name in ("zero_grad", "register_step_pre_hook"):
         method = optimizer.__dict__.get(name)
-        if getattr(method, "__module__", None) == hooks.__name__:
+        if getattr(method, "__module__", None) == optimizer_hooks.__name__:
             del optimizer.__dict__[name]
         elif getattr(method, "func", None) == binding._zero_grad:
             del optimizer.__dict__[name]

@@ -17,24 +17,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..api import Zero, shard
-from ..checkpoint.content import persistent
+from ..arithmetic.sums import Precision
+from ..checkpoint.content import model_state, persistent
 from ..checkpoint.files import MANIFEST, absolute
 from ..checkpoint.loading import put, renew, resting
 from ..checkpoint.manifest import Saved
 from ..checkpoint.others import other
 from ..checkpoint.saving import wait_for_saves
-from ..engine.tensor_parallel import mesh_of
-from ..engine.unit import Initialiser
+from ..comm.agreement import Group
+from ..comm.all_or_none import Together
+from ..comm.mesh import connect
+from ..engine.build.tensor_parallel import mesh_of
+from ..engine.weights.unit import Initialiser
 from ..errors import CheckpointError, UserError
 from ..events import Ledger
-from ..fields import check_flag
-from ..layout import Layout, plain_name
-from ..numerics import Precision
-from ..ranks.agreement import Group
-from ..ranks.comm import Comm
-from ..ranks.mesh import connect
-from ..ranks.together import Together
-from ..tiers.offload import Offload
+from ..layout.partition import Layout, plain_name
+from ..policies.comm import Comm
+from ..policies.offload import Offload
+from ..validation import check_flag
 from . import adapters
 from .boxes import boxes
 
@@ -252,7 +252,7 @@ def _fill(model: nn.Module, tensors: dict[str, tuple[int, ...]], init: Any) -> C
 
 @torch.no_grad()
 def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> None:
-    running = zero._engine.model_state()
+    running = model_state(zero._engine)
     known = {name: names for names, _ in _all_names(running.model).values() for name in names}
     for record in running.records:
         name = _place(known[record.name], running.shape(record), tensors)

@@ -8,8 +8,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..events import DEVICE, HOST, NVME
-from ..layout import Layout
-from ..stage import STAGES, STATES
+from ..layout.partition import Layout
+from ..layout.stage import STAGES, STATES
 from . import closed, disk, instants, recipes, states, traffic
 from .asked import Asked
 from .balance import Balance
@@ -21,7 +21,7 @@ from .traffic import Links, Replicas, SlowLink, Traffic
 from .ways import Ways
 
 if TYPE_CHECKING:
-    from ..tiers.offload import Offload
+    from ..policies.offload import Offload
     from .fitting import Fitting
 
 

@@ -8,19 +8,19 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..events import DEVICE
-from ..headroom import IN_FLIGHT
-from ..layout import UNIT_MIB, Layout, Partition
-from ..ranks.comm import Comm
-from ..resting import TIERS, placements
-from ..stage import ALONE, STAGES, STATES, Placements, Seat, seat_on
+from ..layout.limits import IN_FLIGHT
+from ..layout.partition import UNIT_MIB, Layout, Partition
+from ..layout.stage import ALONE, STAGES, STATES, Placements, Seat, seat_on
+from ..layout.states import TIERS, placements
+from ..policies.comm import Comm
 from . import states, transformer
 from .disk import Disk
 from .recipes import Fractions, Recipe
 from .transformer import Body, Held
 
 if TYPE_CHECKING:
-    from ..numerics import Precision
-    from ..tiers.offload import Offload
+    from ..arithmetic.sums import Precision
+    from ..policies.offload import Offload
 
 
 class Asked(NamedTuple):

@@ -6,8 +6,8 @@ import math
 from bisect import bisect_right
 from typing import NamedTuple
 
-from ..layout import Partition
-from ..owners import work
+from ..layout.balance import work
+from ..layout.partition import Partition
 from . import states
 
 

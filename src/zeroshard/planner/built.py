@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..events import NVME
-from ..layout import Bucket, Slot
-from ..resting import Resting, resting
+from ..layout.partition import Bucket, Slot
+from ..layout.states import Resting, resting
 from .optimizers import Shown, asked_with, probe
 from .states import Holding, Kept, Seats, Tiers
 
@@ -31,8 +31,8 @@ def rows(zero: Zero) -> int:
 
 def holding(zero: Zero) -> Holding:
     """Return the `Holding` of this rank once the optimizer has stepped."""
-    from ..engine.fragment import file_name
-    from ..fp8 import grids
+    from ..arithmetic.fp8 import grids
+    from ..engine.step.fragment import file_name
 
     precision = zero._engine.precision
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..device import asynchronous, hardware
-from ..engine.accepted import check_by_bucket
+from ..engine.build.supported_optimizers import check_by_bucket
 from ..errors import UserError
 from ..events import DEVICE
-from ..stage import STATES
-from ..tiers.offload import BUDGETS, Offload
+from ..layout.stage import STATES
+from ..policies.offload import BUDGETS, Offload
 from . import formats, from_shapes, line, transformer
 from .asked import Asked
 from .disk import ASSUMED
@@ -31,7 +31,7 @@ from .recipes import Recipe
 if TYPE_CHECKING:
     import torch
 
-    from ..engine.assembly import Assembly
+    from ..engine.build.assembly import Assembly
 
 log = logging.getLogger("zeroshard")
 

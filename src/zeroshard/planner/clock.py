@@ -20,7 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..events import DEVICE, NVME
-from ..stage import Placements
+from ..layout.stage import Placements
 from . import closed, files, gpus, traffic, ways
 from .disk import ASSUMED
 from .files import Moves

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 
-from ..stage import Degree, Placements
+from ..layout.stage import Degree, Placements
 from .recipes import PADDING, Recipe
 
 

@@ -18,10 +18,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..events import DEVICE
-from ..headroom import BUFFERS
-from ..layout import Bucket, Partition
-from ..resting import Master
-from ..stage import ALONE, Placements, Seat
+from ..layout.limits import BUFFERS
+from ..layout.partition import Bucket, Partition
+from ..layout.stage import ALONE, Placements, Seat
+from ..layout.states import Master
 from .built import holding
 from .recipes import Recipe
 from .states import At, Holding, of_recipe

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..arithmetic.sums import Precision
 from ..errors import Error
-from ..layout import Layout, Partition, Spec
-from ..numerics import Precision
-from ..stage import STAGES
+from ..layout.partition import Layout, Partition, Spec
+from ..layout.stage import STAGES
 from . import formats
 from .asked import Asked
 from .fitting import Fitting, fitting

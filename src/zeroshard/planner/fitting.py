@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from ..engine.refused import Settings, refuse
 from ..errors import UserError
 from ..events import DEVICE, HOST, NVME
-from ..stage import STAGES, STATES
-from ..tiers.offload import Offload
+from ..layout.stage import STAGES, STATES
+from ..policies.incompatible import Settings, refuse
+from ..policies.offload import Offload
 from . import disk, recipes, transformer
 from .answer import StagePlan
 from .asked import Asked
@@ -32,7 +32,7 @@ from .recipes import Recipe
 from .transformer import Body
 
 if TYPE_CHECKING:
-    from ..numerics import Precision
+    from ..arithmetic.sums import Precision
 
 Words = Mapping[str, str]  # fields of a policy, as Python text
 At = Mapping[str, Mapping[str, int]]  # {kind of states: {tier: twentieths of its bytes}}

@@ -15,15 +15,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError, nearest
-from ..layout import BLOCK, Partition
-from ..ranks.comm import Comm
+from ..layout.partition import BLOCK, Partition
+from ..policies.comm import Comm
 from . import recipes
 from .recipes import WHOLE_MASTER, Recipe
 
 if TYPE_CHECKING:
     import torch
 
-    from ..numerics import Precision
+    from ..arithmetic.sums import Precision
 
 NARROW, WIDE = 2, 4  # bytes of dtypes: with masters of another one, and the widest that recipes have
 

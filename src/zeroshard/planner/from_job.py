@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Any
 
 from ..events import DEVICE, HOST
-from ..resting import Master, master_of
-from ..stage import STAGES, Degree
+from ..layout.stage import STAGES, Degree
+from ..layout.states import Master, master_of
 from . import built, optimizers, recipes, states, traffic
 from .answer import Plan, StagePlan, finish
 from .asked import Asked

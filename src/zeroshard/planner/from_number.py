@@ -7,9 +7,9 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ..events import DEVICE, HOST, NVME
-from ..headroom import BUFFERS, aligned
-from ..layout import BUCKET_MIB, Partition, Spec, partition
-from ..stage import Placements
+from ..layout.limits import BUFFERS, aligned
+from ..layout.partition import BUCKET_MIB, Partition, Spec, partition
+from ..layout.stage import Placements
 from . import closed, files, instants, recipes, states, traffic, transformer
 from .answer import Plan, StagePlan, finish
 from .asked import Asked

@@ -9,10 +9,10 @@ from fractions import Fraction
 from typing import Any
 
 from ..events import DEVICE, NVME
-from ..layout import Layout, Partition, Spec, partition, together
-from ..matrices import stacked
-from ..stage import Degree, Placements
-from ..tiers.offload import NAMES
+from ..layout.partition import Layout, Partition, Spec, partition, together
+from ..layout.stacked import stacked
+from ..layout.stage import Degree, Placements
+from ..policies.offload import NAMES
 from . import files, formats, instants, recipes, shapes, states, traffic, transformer, units
 from .answer import Plan, StagePlan, finish
 from .asked import Asked

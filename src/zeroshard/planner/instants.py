@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from ..comm.reduce_pipeline import Flow, Memory
 from ..events import DEVICE, SHARED
-from ..flow import Flow, Memory
-from ..headroom import IN_FLIGHT, LEAVING, PREFETCH, room
-from ..layout import Bucket, Partition
-from ..stage import ALONE, Placements, Seat, seat
+from ..layout.limits import IN_FLIGHT, LEAVING, PREFETCH, room
+from ..layout.partition import Bucket, Partition
+from ..layout.stage import ALONE, Placements, Seat, seat
 from .recipes import CODED, Recipe, exact
 from .states import At, Seats
 

@@ -38,7 +38,7 @@ BLOCKS = 7  # in the tiny parameter of an optimizer that updates blocks
 
 def asked_with(optimizer: Any, of: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of a tiny parameter that shows what the optimizer keeps of one of shape `of`."""
-    from ..engine.accepted import block_of
+    from ..engine.build.supported_optimizers import block_of
 
     if takes_whole_tensors(optimizer):
         return PRIMES[: max(len(of), 1)]
@@ -64,8 +64,8 @@ def probe(
     """
     import torch
 
-    from ..engine.accepted import block_of
-    from ..engine.fragment import fresh_states, planes
+    from ..engine.build.supported_optimizers import block_of
+    from ..engine.step.fragment import fresh_states, planes
 
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))

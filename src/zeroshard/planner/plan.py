@@ -15,12 +15,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Never
 
-from ..engine.refused import Settings, refuse, settings
 from ..errors import Error, UserError, one_line
 from ..events import NVME
-from ..layout import Layout
-from ..ranks.comm import Comm
-from ..stage import STAGES, STATES, seat
+from ..layout.partition import Layout
+from ..layout.stage import STAGES, STATES, seat
+from ..policies.comm import Comm
+from ..policies.incompatible import Settings, refuse, settings
 from . import formats, from_number, from_shapes, gpus, machines, quantities, question, recipes, ways
 from .answer import Plan
 from .asked import Asked
@@ -34,8 +34,8 @@ from .question import Machine, Model, Step
 from .recipes import Recipe
 
 if TYPE_CHECKING:
-    from ..numerics import Precision
-    from ..tiers.offload import Offload
+    from ..arithmetic.sums import Precision
+    from ..policies.offload import Offload
 
 # What each argument is, and a value of it to write.
 ARGUMENTS = {

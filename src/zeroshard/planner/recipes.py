@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from ..errors import UserError, nearest
 from ..events import DEVICE
-from ..layout import Bucket
-from ..resting import SPLIT_BITS, Formats, Master, masters
-from ..stage import STAGES, Degree, Placements
+from ..layout.partition import Bucket
+from ..layout.stage import STAGES, Degree, Placements
+from ..layout.states import SPLIT_BITS, Formats, Master, masters
 from .quantities import number, plain
 
 PADDING = "padding"

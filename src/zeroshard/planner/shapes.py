@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UserError, nearest
-from ..layout import Spec
+from ..layout.partition import Spec
 from . import from_transformers
 from .units import units_of
 

@@ -32,13 +32,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from ..api import Zero, shard
-from ..engine.refused import Settings, refuse
+from ..arithmetic.sums import LOW, Precision, divides_exactly
 from ..errors import Error, UserError
 from ..events import DEVICE, Event, Ledger
-from ..layout import Layout
-from ..numerics import LOW, Precision, divides_exactly
-from ..ranks.comm import Comm, Simulated
-from ..tiers.offload import Offload
+from ..layout.partition import Layout
+from ..policies.comm import Comm, Simulated
+from ..policies.incompatible import Settings, refuse
+from ..policies.offload import Offload
 from .from_number import RANKS_LIMIT
 from .job import Job, build, find, line_of
 from .optimizers import asked_with, probe
@@ -257,7 +257,7 @@ def _emptied(mode: FakeTensorMode, make: Callable[[], Any]) -> Any:
 class _FakeElsewhere(TorchFunctionMode):
     """A mode in which tensors have values on the CPU alone: other devices may not be here, or have no room."""
 
-    of_zeroshard = True  # it sees the engine's operations too: `engine/modes.py`
+    of_zeroshard = True  # it sees the engine's operations too: `engine/weights/modes.py`
 
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ _FLOPS = _flops()
 class Counter(TorchDispatchMode):
     """A counter of floating-point operations, and of the bytes of what is computed and still alive."""
 
-    of_zeroshard = True  # it sees the engine's operations too: `engine/modes.py`
+    of_zeroshard = True  # it sees the engine's operations too: `engine/weights/modes.py`
 
     def __init__(self, zero: Zero) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -8,10 +8,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE, HOST, NVME
-from ..headroom import BUFFERS, PIECES, aligned
-from ..layout import Bucket, Partition, Slot
-from ..resting import TIERS, Resting, Row, resting
-from ..stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
+from ..layout.limits import BUFFERS, PIECES, aligned
+from ..layout.partition import Bucket, Partition, Slot
+from ..layout.stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
+from ..layout.states import TIERS, Resting, Row, resting
 from .recipes import PADDING, Recipe, exact, formats
 from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, split, widths
 
@@ -267,7 +267,7 @@ def _scales(bucket: Bucket, scaling: str) -> int:
     """Return the bytes of the scales of a bucket's tensors."""
     if not bucket.fp8:
         return 0
-    from ..fp8 import grids  # loads torch, which whoever asks for 8 bits has loaded
+    from ..arithmetic.fp8 import grids  # loads torch, which whoever asks for 8 bits has loaded
 
     return sum(tiles.number for tiles in grids(bucket, scaling))
 

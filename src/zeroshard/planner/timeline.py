@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..events import Event
-from ..stage import Seat
+from ..layout.stage import Seat
 from .machines import Cluster
 from .overheads import (
     NONE,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from ..stage import Placements, seat
+from ..layout.stage import Placements, seat
 from .closed import share
 from .quantities import plain
 from .recipes import Bytes, Recipe

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..layout import LARGE, joined, joined_name
+from ..layout.partition import LARGE, joined, joined_name
 
 Shape = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..ranks.comm import Over, Reduce
+from ..policies.comm import Over, Reduce
 from .asked import Asked
 from .machines import Cluster
 from .overheads import Facts, step

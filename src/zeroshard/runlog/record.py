@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..digests import raw
-from ..engine.accepted import unwrapped
+from ..arithmetic.digests import raw
+from ..arithmetic.hashing import digest
+from ..engine.build.supported_optimizers import unwrapped
 from ..errors import StateError, UserError, check_local
-from ..hashing import digest
 from .read import FORMAT, VERSION, file_of, places
 from .trace import Trace, check_traced
 from .whole import gradient, hidden, shape, weight, whole

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..arithmetic.sums import same_bits, simulated
+from ..comm.reduce_pipeline import Memory
+from ..comm.transport import Team, Work
 from ..device import Event, asynchronous, blank, event, pin, sent
 from ..events import DEVICE, HOST, Ledger
-from ..flow import Memory
-from ..headroom import PIECES
-from ..layout import Bucket
-from ..numerics import same_bits, simulated
-from ..ranks.transport import Team, Work
+from ..layout.limits import PIECES
+from ..layout.partition import Bucket
 from .pool import Pool, zeros
 
 

@@ -24,8 +24,8 @@ class Odds:
         `pauses` virtual seconds, and answers no question, or only its main thread does nothing.
     At each line of zeroshard's
         interrupt: `KeyboardInterrupt`. sweep: garbage is collected.
-    inside: garbage is collected inside a copy of a container that `ranks/`, `engine/`, `tiers/` or `checkpoint/`
-        makes.
+    inside: garbage is collected inside a copy of a container that `comm/`, `engine/`, `tiers/`, `features/` or
+        `checkpoint/` makes.
     memory: at each allocation of a tensor there, that there is none left.
     At each call of a file or folder by `checkpoint/` or `tiers/`
         disk: it fails. short: a write takes fewer bytes. power: all ranks end at once, and with them what is not on

@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from .. import api as _api  # noqa: F401  (with it all modules of zeroshard that wait)
+from ..comm import groups, watch
 from ..errors import StateError, UserError
-from ..ranks import groups, watch
 from .group import Group
 from .rank import GONE, SILENT
 from .schedule import Task, here

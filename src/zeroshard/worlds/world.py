@@ -19,8 +19,8 @@ import torch
 
 from ..checkpoint import staging
 from ..checkpoint.saving import Saving
+from ..comm import groups, transport
 from ..errors import PeerError, StateError, UserError
-from ..ranks import groups, transport
 from .draws import Draws, Odds
 from .group import Group, Store
 from .install import installed

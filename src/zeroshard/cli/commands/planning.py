@@ -32,7 +32,7 @@ from zeroshard.cli.commands.options import (
 )
 from zeroshard.cli.config import InputError, Precision, in_options, offload_of, planned_offload
 from zeroshard.errors import UserError
-from zeroshard.stage import STATES
+from zeroshard.layout.stage import STATES
 
 OF_BUCKETS = "[dim]\\[default: 24 on a CPU][/dim]"
 System = Literal["deepspeed", "accelerate", "fsdp2"]

@@ -29,7 +29,7 @@ from zeroshard.cli.commands.options import (
     unset,
 )
 from zeroshard.cli.config import SIZES, GradDtype, InputError, Launch, RunConfig, Size
-from zeroshard.stage import STATES
+from zeroshard.layout.stage import STATES
 
 # What follows the first file of `--data *.txt` arrives as arguments: an option of a command line takes one value.
 MoreData = Annotated[list[str] | None, typer.Argument(metavar="FILES", hidden=True)]

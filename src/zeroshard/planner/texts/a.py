@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...stage import STAGES
+from ...layout.stage import STAGES
 from .. import traffic
 from . import tiny
 from .arithmetic import bf16

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...layout import Layout, Spec, partition
-from ...stage import STAGES
+from ...layout.partition import Layout, Spec, partition
+from ...layout.stage import STAGES
 from .. import closed, traffic
 from ..quantities import number
 from ..recipes import PRESETS, Recipe

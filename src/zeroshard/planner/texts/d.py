@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from ...explain.frames import backward_frames
-from ...stage import STAGES
+from ...layout.stage import STAGES
 from .. import traffic
 from ..plan import plan
 from ..question import Machine, Model

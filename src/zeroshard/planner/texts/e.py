@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...stage import STAGES
+from ...layout.stage import STAGES
 from .. import closed, files, traffic
 from ..plan import plan
 from ..question import Machine, Model

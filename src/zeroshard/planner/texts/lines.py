@@ -9,8 +9,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
-from ...layout import Partition
-from ...stage import STAGES
+from ...layout.partition import Partition
+from ...layout.stage import STAGES
 from .. import closed, traffic
 from ..instants import instants, item_sizes
 from ..quantities import number, plain

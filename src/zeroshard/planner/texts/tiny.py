@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from ...layout import Layout, Partition, Spec, partition
+from ...layout.partition import Layout, Partition, Spec, partition
 from .arithmetic import Adam, adam
 from .lines import Line, line, row
 

@@ -1,0 +1,31 @@
+"""What the ranks of an engine wait for and compare as they meet for a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..comm.agreement import Group
+from ..engine.weights.buffer import Buffer
+from .content import model_state
+from .replicas import check_replicas
+from .saving import Saving, wait_for_all_saves
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+
+
+class Meeting:
+    """The engine's `Checkpoints`: it is given one when it is made, and imports nothing of this room."""
+
+    def unfinished(self) -> int:
+        """Count the saves of this rank behind the training that nobody has waited for."""
+        return len(Saving.untold())
+
+    def wait(self, group: Group) -> None:
+        """Wait for these on all ranks. Raises `CheckpointError` on all of them if one was lost."""
+        wait_for_all_saves(group)
+
+    def compare(self, engine: Engine, buffers: Sequence[Buffer]) -> None:
+        """Compare what several ranks hold of these buckets. Raises `PeerError` on every rank where they differ."""
+        check_replicas(model_state(engine), buffers, engine.group.numbers["checkpoint"])

@@ -1,0 +1,1 @@
+"""Gradients: caught in backward, summed over the ranks, and shown as `.grad`."""

@@ -1,0 +1,190 @@
+"""This rank's contribution to one bucket's sum, in one backward: which gradients have come, and where they lie.
+
+    state     its memory                         what leads to it
+    ABSENT    none                               a backward begins, or gradients were cleared
+    FILLING   gradients are written to it        the first gradient; or other ranks have one, and it holds zeros
+    KEPT      what backwards under no_sync left  the end of such a backward; it outlives the beginning of the next
+    SENT      other ranks read it                it is sent
+    LANDED    none: it is in this rank's sum     it was added up
+
+A gradient that comes while a contribution is SENT or LANDED is a second one: see `second_gradient`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...comm.reduce_pipeline import Scratch
+from ...errors import StateError
+from ..weights.buffer import Buffer
+from ..weights.codec import Message
+from ..weights.unit import Unit
+from .accumulator import Accumulator, Entry
+
+
+class State(enum.Enum):
+    ABSENT = enum.auto()
+    FILLING = enum.auto()
+    KEPT = enum.auto()
+    SENT = enum.auto()
+    LANDED = enum.auto()
+
+
+_LEGAL = {
+    (State.ABSENT, State.FILLING),
+    (State.FILLING, State.KEPT),
+    (State.FILLING, State.SENT),
+    (State.KEPT, State.FILLING),
+    (State.SENT, State.LANDED),
+    *((state, State.ABSENT) for state in State),  # an exception ended its backward, or its gradients were cleared
+}
+
+
+class Division:
+    """The parts of each gradient that are sent one by one. By default there is one: all of it."""
+
+    def __init__(self, sources: int = 1) -> None:
+        self.sources = sources
+
+    def forget(self, param: Any) -> None:
+        """Forget a parameter's gradient in a backward that is over."""
+
+    def parts(self, param: Any, grad: Tensor) -> Sequence[Tensor]:
+        """Return each source's part of a parameter's gradient."""
+        return (grad,)
+
+
+class Contribution:
+    """One bucket in one backward: the gradients it has, those it waits for, and the memory that they are sent from."""
+
+    def __init__(self, accumulator: Accumulator, unit: Unit, codec: Message, division: Division) -> None:
+        self.accumulator = accumulator
+        self.buffer: Buffer = accumulator.buffer
+        self.bucket = accumulator.bucket
+        self.unit = unit
+        self.codec = codec
+        self._division = division
+        self.sources = division.sources
+        self.state = State.ABSENT
+        self.memory: Tensor | None = None  # full-size, for each source
+        self.local = False  # did it begin under no_sync? It was zeroed, and all gradients are added to it
+        self.received: dict[int, int] = {}  # slot index -> gradients received
+        self.missing: set[int] = set()  # slot indices that it waits for
+        self.all_wanted = True  # does every parameter want a gradient?
+        self.hold = False  # may receive again: wait for the end
+        self.most: int | None = None  # gradients that a slot received in the last backward; None before the first
+
+    @property
+    def entries(self) -> list[Entry]:
+        return self.accumulator.entries
+
+    # --- its life ---------------------------------------------------------------------------------------------------
+
+    def move(self, state: State) -> None:
+        assert (self.state, state) in _LEGAL, f"{self.bucket.index}: {self.state} -> {state}"
+        self.state = state
+
+    def begin(self) -> None:
+        """Begin a backward: wait for every parameter that requires a gradient and has elements."""
+        if self.state is not State.KEPT:
+            self.move(State.ABSENT)
+        self.received.clear()
+        self.hold = False
+        for entry in self.entries if self.sources > 1 else ():
+            self._division.forget(entry.param)
+        with torch._C.DisableTorchFunctionSubclass():
+            wanting = [param.requires_grad for param in self.buffer.params]
+        slots = self.bucket.slots
+        self.all_wanted = all(wanting)
+        self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
+
+    def fill(self, memory: Tensor, *, local: bool) -> None:
+        """Begin to fill this memory. local: under no_sync, in the gradients' dtype."""
+        if local:
+            memory.zero_()
+        self.memory, self.local = memory, local
+        self.move(State.FILLING)
+
+    def encode(self, scratch: Scratch[Tensor]) -> Tensor:
+        """Return this rank's contribution as it is sent, with zeros for gradients that did not come."""
+        values = self.memory
+        assert values is not None
+        if not self.local:
+            for position in range(len(self.bucket.slots)):
+                if position not in self.received:
+                    self.zero(position)
+        sent = self.codec.encode(values, scratch.take)
+        if sent is not values:
+            scratch.give_back(values)
+            self.memory, self.local = sent, False
+        return sent
+
+    def end(self, state: State) -> None:
+        """Take note that its memory was given back: it is in the sum (LANDED), or nowhere (ABSENT)."""
+        self.local = False
+        self.move(state)
+
+    @property
+    def launched(self) -> bool:
+        """True once it was sent in this backward."""
+        return self.state in (State.SENT, State.LANDED)
+
+    @property
+    def unsent(self) -> bool:
+        """True if it holds gradients of backwards under no_sync, which the next one's travel with."""
+        return self.local and not self.launched
+
+    @property
+    def complete(self) -> bool:
+        """True once every parameter that wants a gradient has it, and no more may come in this backward."""
+        return not (self.missing or self.hold)
+
+    # --- its elements -----------------------------------------------------------------------------------------------
+
+    def places(self, position: int) -> list[Tensor]:
+        """Return each source's place for the gradient of one slot, in its parameter's shape and strides."""
+        assert self.memory is not None
+        slot, strides = self.bucket.slots[position], self.buffer.gathered.strides[position]
+        starts = [slot.start + source * self.bucket.numel for source in range(self.sources)]
+        return [self.memory.as_strided(slot.shape, strides, start) for start in starts]
+
+    def add(self, entry: Entry, grad: Tensor) -> None:
+        """Add one gradient of a parameter, or write it if none was there."""
+        again = self.received[entry.position] > 1 or self.local
+        for place, each in zip(self.places(entry.position), self._division.parts(entry.param, grad), strict=True):
+            if again:
+                place.add_(each)
+            else:
+                place.copy_(each)
+        self.missing.discard(entry.position)
+
+    def zero(self, position: int) -> None:
+        """Zero the gradient of one slot."""
+        for place in self.places(position):
+            place.zero_()
+
+
+def check_dense(grad: Tensor, name: str) -> None:
+    """Refuse a gradient that has no place for every element."""
+    if grad.layout is not torch.strided:
+        raise StateError(
+            "sparse gradients cannot be sharded",
+            where=f"parameter {name!r}",
+            expected="a dense gradient",
+            got=str(grad.layout),
+            instead="nn.Embedding(..., sparse=False)",
+        )
+
+
+def second_gradient(names: list[str], first: str, or_else: str) -> StateError:
+    """Make the error for a gradient that came after its bucket's sum was complete. first: what was done with that."""
+    return StateError(
+        f"a parameter received a second gradient from a re-entrant checkpoint after its first was {first}",
+        where=f"parameters {names}",
+        instead=f"checkpoint(..., use_reentrant=False), {or_else}",
+    )

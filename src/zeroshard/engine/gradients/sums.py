@@ -1,0 +1,328 @@
+"""The verb `sum`: every rank's contribution to a bucket becomes the average, where its owner's gradients rest.
+
+    room     memory for this rank's contribution, for gradients to be written to
+    send     it goes to the shards' owners, as its codec says
+    land     what came is added up in rank order, and handed on where several replicas are summed
+    store    the average is where it rests, and memory serves others
+
+In which order sums go on, and which memory their messages take, keep and give back, is `Flow`'s.
+
+On a device with streams sums are made in one of their own, beside backward. Backward's stream waits for it where memory
+of messages is used again, and at the end. Before the end it never waits for another rank: a sum is begun only when what
+it needs has come, since a rank whose device waits cannot take part in a gather that this other rank may be waiting for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...arithmetic.sums import divides_exactly, fold, simulated
+from ...comm.agreement import Group
+from ...comm.reduce_pipeline import Flow, Memory, Scratch
+from ...comm.transport import Work
+from ...device import Event, asynchronous, behind, event
+from ...errors import TierError
+from ...layout.limits import LEAVING
+from ...policies.comm import Comm
+from ...tiers.tier import DeviceTier
+from .accumulator import Accumulator
+from .contribution import Contribution, State
+from .subscriber import Subscriber
+
+
+class Delivery:
+    """The way of one bucket's sum to where it rests. By default this rank adds up all that it is made of."""
+
+    first = last = True  # does this rank begin the sum, and divide it?
+    start: Tensor | None = None  # what this rank goes on from, if that does not rest with it
+    apart = False  # do all replicas have parts of what the sum goes on from, and of the average?
+
+    def __init__(self, running: Tensor | None = None, average: Tensor | None = None) -> None:
+        """running: where it is added up, else where it rests. average: what replaces the sum that rests, if that is
+        elsewhere."""
+        self.running, self.average = running, average
+        self.came = self.back = Work()  # `running` from others, for this rank to add to; and `average`
+        self.beside: list[Tensor] = []  # other memory that it takes, until the average is there
+
+    @property
+    def into(self) -> Tensor | None:
+        """The memory that this rank adds up in, if that is not where the sum rests."""
+        return self.average if self.last else self.running
+
+    def receive(self) -> None:
+        """Launch the receive of `running`, if other ranks begin the sum."""
+
+    def send(self) -> None:
+        """Send what this rank has added to, if other ranks wait for it."""
+
+
+SUMS = "sums"  # the stream in which a device adds them up
+
+
+class _Messages(Memory[Tensor]):
+    """The device's memory, which serves backward again when sums are through with it."""
+
+    def __init__(self, tier: DeviceTier) -> None:
+        self._tier = tier
+        self.through = Event()  # of all sums so far
+
+    def reserve(self, state: str, numel: int, dtype: Any, *, zeroed: bool = True) -> Tensor:
+        return self._tier.reserve(state, numel, dtype, zeroed=zeroed)
+
+    def give_back(self, state: str, memory: Tensor) -> None:
+        self.through.wait()
+        self._tier.give_back(state, memory)
+
+    def again(self, memory: Tensor) -> Tensor:
+        self.through.wait()
+        return memory
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch what is inside in the stream of sums, after all that backward has launched so far."""
+        with behind(SUMS, self._tier.device):
+            try:
+                yield
+            finally:
+                self.through = event(self._tier.device)
+
+
+@dataclass
+class Sent:
+    """One bucket's contributions on their way to the owners, and the sum on its way to where it rests."""
+
+    contribution: Contribution
+    work: Work
+    receive: Tensor
+    delivery: Delivery
+    own: Event  # which this rank's device comes to before it sends its part
+
+    @property
+    def running(self) -> Tensor | None:
+        return self.delivery.running
+
+    @property
+    def awaited(self) -> Work:
+        """The work that it waits for: contributions that this rank adds up, or the average."""
+        return self.work if self.contribution.state is State.SENT else self.delivery.back
+
+    def here(self) -> bool:
+        """Tell if all has come that it needs to go on."""
+        here = self.awaited.done()
+        if here and self.contribution.state is State.SENT:
+            self.delivery.receive()
+            return self.delivery.came.done()
+        return here
+
+
+class Sums(Flow[Sent, Tensor]):
+    """The sums of one model's buckets, while they are under way."""
+
+    def __init__(
+        self,
+        group: Group,
+        tier: DeviceTier,
+        settings: Comm,
+        subscribers: Sequence[Subscriber],
+        deliver: Callable[[Accumulator, Scratch[Tensor]], Delivery],
+        stored: Callable[[Contribution], None],
+    ) -> None:
+        """deliver: makes each sum's delivery. stored: called with each contribution whose average is where it rests."""
+        self._memory = _Messages(tier)
+        sends = group.team.messages(tier) if group.team.shares else None
+        super().__init__(self._memory, sends, group.team.seat.waiting)
+        self.group = group
+        self.native = settings.reduce == "native"
+        self._sends_values = settings.reduce == "ordered" and group.ranks > 1
+        self._subscribers = subscribers
+        self._deliver = deliver
+        self._stored = stored
+        self.apart = True  # does the device make sums in a stream of their own?
+        self._leaving: list[tuple[Event, Tensor]] = []  # averages on their way from the device to where they rest
+
+    # --- this rank's contribution -----------------------------------------------------------------------------------
+
+    def room(self, contribution: Contribution, *, local: bool = False) -> None:
+        """Give a contribution memory to be filled: full-size, in the dtype that it is sent in.
+
+        local: under no_sync, in the gradients' dtype.
+        """
+        if contribution.state is State.ABSENT:
+            contribution.fill(self._room(contribution, local=local), local=local)
+        elif contribution.state is State.KEPT:
+            # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
+            contribution.move(State.FILLING)
+
+    def _room(self, contribution: Contribution, *, local: bool) -> Tensor:
+        accumulator, buffer = contribution.accumulator, contribution.buffer
+        dtype = buffer.grad_dtype if local else buffer.reduce_dtype
+        # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
+        # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
+        elsewhere = buffer.placements.gradients or not accumulator.sum.on_device or contribution.sources > 1
+        holds = accumulator.filled or (self._sends_values and any(each.looks for each in self._subscribers))
+        if elsewhere or self.group.team.shares or (holds and not local) or dtype != buffer.grad_dtype:
+            return self.sends.take(contribution.bucket.numel * contribution.sources, dtype)
+        if holds:
+            accumulator.set_aside(self.scratch.take)
+        return accumulator.sum.tensor
+
+    def drop(self, contribution: Contribution) -> None:
+        """Give back the memory of a contribution, sent or not."""
+        self._give_back(contribution)
+        contribution.end(State.ABSENT)
+
+    def _give_back(self, contribution: Contribution) -> None:
+        for transient in (contribution.accumulator.aside, contribution.memory):
+            self.scratch.give_back(transient)
+            self.sends.give_back(transient)
+        contribution.accumulator.aside = contribution.memory = None
+
+    def send(self, contribution: Contribution) -> None:
+        """Send a contribution to the owners of its shards."""
+        self.room(contribution)
+        accumulator, team, bucket = contribution.accumulator, contribution.buffer.team, contribution.codec.bucket
+        send, own = contribution.encode(self.sends), bucket.shard_numel(team.position)
+        own_part = event(self.group.device)
+        if self.native:
+            receive = self.scratch.take(own, send.dtype)
+            work = team.reduce_native(send, receive, bucket)
+        else:
+            receive = self.scratch.take(own * team.room * contribution.sources, send.dtype)
+            work = team.reduce(send, receive, bucket, contribution.sources)
+        contribution.move(State.SENT)
+        self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch), own_part))
+
+    # --- the sum ----------------------------------------------------------------------------------------------------
+
+    def land(self, sent: Sent) -> None:
+        accumulator, delivery = sent.contribution.accumulator, sent.delivery
+        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
+        if own and delivery.running is None and self._staged(accumulator):
+            delivery.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
+        with self._beside():
+            sent.work.wait()
+            delivery.receive()
+            delivery.came.wait()
+            self._add(sent)
+            sent.work.used()
+            delivery.send()
+
+    def _add(self, sent: Sent) -> None:
+        accumulator, delivery, receive = sent.contribution.accumulator, sent.delivery, sent.receive
+        # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
+        divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
+        if delivery.first and not delivery.apart and not (divided and accumulator.averaged):
+            accumulator.undo_average()
+        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
+        if own:
+            nothing = contextlib.nullcontext()
+            try:
+                begun = accumulator.sum.here(changed=delivery.last, fresh=not accumulator.filled)
+                # Is added to what rests, or into it?
+                adds = delivery.first and (accumulator.filled or delivery.average is None)
+                adds &= not (self._staged(accumulator) or delivery.apart)
+                # What is added where it rests leaves the device by that.
+                leaves = adds and delivery.into is None and not accumulator.sum.on_device
+                nbytes = own * accumulator.sum.dtype.itemsize
+                with begun if adds else nothing, accumulator.sum.copied(nbytes, leaves=True) if leaves else nothing:
+                    if not simulated(receive):
+                        self._fold(sent, divided=divided)
+            except TierError as error:
+                self.group.report(error)  # the peers have further reductions to get through
+        accumulator.land(averaged=divided)
+
+    def landed(self, sent: Sent) -> None:
+        self._give_back(sent.contribution)
+        sent.contribution.end(State.LANDED)
+
+    def _fold(self, sent: Sent, *, divided: bool) -> None:
+        """Add this rank's contributions to what came, or, on the first replica, to what there is."""
+        accumulator, delivery = sent.contribution.accumulator, sent.delivery
+        into = delivery.into
+        rests = delivery.last and accumulator.aside is not None and not delivery.apart
+        total = accumulator.own if into is None or rests else into
+        begins = delivery.first and not delivery.apart
+        start = self._start(accumulator, total) if begins else delivery.start
+        times = accumulator.divisor if begins and accumulator.averaged else 1
+        pieces = [piece.to(total.device) for piece in self._pieces(sent)]
+        fold(total, pieces, start=start, times=times, over=accumulator.divisor if delivery.last and divided else 1)
+        for subscriber in self._subscribers:
+            subscriber.summed(accumulator, pieces, total)
+        if total is accumulator.aside:
+            accumulator.sum.own.copy_(total)
+
+    def _pieces(self, sent: Sent) -> list[Any]:
+        """Return each rank's contribution to this rank's shard, in rank order; or the backend's sum of them."""
+        contribution = sent.contribution
+        if self.native or contribution.memory is None:
+            return [sent.receive]
+        team, codec = contribution.buffer.team, contribution.codec
+        pieces = team.contributions(contribution.memory, sent.receive, codec.bucket, contribution.sources)
+        return [codec.decode(piece) for piece in pieces]
+
+    @staticmethod
+    def _staged(accumulator: Accumulator) -> bool:
+        """Tell if sums are made on an accelerator, in rank order as anywhere, and then brought to where they rest."""
+        return not accumulator.sum.rest.on_device and asynchronous(accumulator.buffer.team.device)
+
+    def _start(self, accumulator: Accumulator, total: Tensor) -> Tensor | None:
+        """Return the sum that there is already, where `total` will be made."""
+        if not accumulator.filled:
+            return None
+        if self._staged(accumulator):
+            accumulator.sum.give(total)
+            return total
+        return accumulator.own.to(total.device)
+
+    # --- the average ------------------------------------------------------------------------------------------------
+
+    def wait(self, sent: Sent) -> None:
+        if sent.running is not None:
+            with self._beside():
+                sent.delivery.back.wait()
+
+    def store(self, sent: Sent) -> None:
+        accumulator, average = sent.contribution.accumulator, sent.delivery.average
+        unused = [average, *sent.delivery.beside]  # an average that could not be put where it rests, for one
+        with self._beside():
+            if sent.delivery.apart and average is not None:
+                for each in self._subscribers:
+                    each.summed(accumulator, (), average)
+            try:
+                if average is not None and not accumulator.sum.on_device:
+                    self._leaving.append((accumulator.sum.take(average, fresh=True), average))
+                    unused[0] = None
+                accumulator.sum.behind()
+            except TierError as error:
+                self.group.report(error)
+        if average is not None and unused[0] is None:
+            self.leave(LEAVING * self._staged(accumulator))
+        for memory in unused:
+            self.scratch.give_back(memory)
+        self._stored(sent.contribution)
+
+    def _beside(self) -> contextlib.AbstractContextManager[None]:
+        """Launch what is inside beside backward, unless averages are used as they come."""
+        return self._memory.beside() if self.apart else contextlib.nullcontext()
+
+    def join(self) -> None:
+        """Let what the program launches from now on come after all sums."""
+        self._memory.through.wait()
+
+    def leave(self, allowed: int) -> None:
+        """Let the memory of averages that leave the device serve others, but for so many."""
+        while len(self._leaving) > allowed:
+            through, average = self._leaving.pop(0)
+            through.wait()
+            self.scratch.give_back(average)
+
+    def abandon(self) -> None:
+        """Drop all that is under way, once all ranks have ended what they had launched."""
+        self.drop_all()
+        self.join()
+        self.leave(0)

@@ -1,0 +1,80 @@
+"""One bucket's update by the optimizer's own `step`, with the gradients of all others hidden."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ...comm.own_collectives import OwnCollectives
+from ...events import Ledger, ends
+from ..gradients.accumulator import Accumulator
+from ..weights.buffer import Buffer
+from ..weights.modes import seen
+from .fragment import Fragment, States
+from .optimizer_grads import Averages
+from .optimizer_hooks import own_step
+
+
+class Around(Protocol):
+    """A frame around an optimizer's own step, in which it sees more of a parameter than this rank has."""
+
+    def takes(self, buffer: Buffer) -> bool:
+        """Tell if it stands around the steps of a bucket."""
+
+    def shown(self, fragments: Sequence[Fragment]) -> contextlib.AbstractContextManager[None]:
+        """Show the optimizer all of these parameters, for one step."""
+
+
+class Alone:
+    """The way to step one optimizer bucket by bucket."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        states: States,
+        averages: Averages,
+        ledger: Ledger,
+        watch: OwnCollectives | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._states = states
+        self._averages = averages
+        self._ledger = ledger
+        self._watch = watch
+        self.around: Around | None = None
+
+    def wants(self, buffer: Buffer) -> bool:
+        """Tell if a bucket must be stepped by itself, whatever rests where."""
+        return self.around is not None and self.around.takes(buffer)
+
+    def step(self, buffer: Buffer, accumulator: Accumulator, given: set[int]) -> None:
+        """Update one bucket. given: the ids of the fragments that are to have a gradient, in this bucket or another."""
+        fragments = self._states.of(buffer)
+        with self._states.present(buffer):
+            if buffer.edits.seed_master(asked=False):
+                buffer.changed()
+            accumulator.spread_average(kept=not accumulator.sum.on_demand).wait()
+            self._averages.give(fragments, given)
+            watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
+            with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched, seen():
+                own_step(type(self._optimizer))(self._optimizer)
+            self._states.replaced(fragments, inside=True)
+            for fragment in fragments:
+                fragment.param.grad = None
+            self._averages.drop_copies()
+            self.write_back(buffer)
+            buffer.codec.look()
+
+    def write_back(self, buffer: Buffer) -> None:
+        """Cast a bucket's masters to its parameters, and mark its weights as new."""
+        if buffer.codec.beside:
+            first, last = buffer.updated
+            with buffer.parameters.here(fresh=buffer.placements.together):
+                nbytes = (last - first) * buffer.dtype.itemsize
+                copied = self._ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
+                buffer.write_back()
+                ends(copied)
+        buffer.changed()

@@ -1,0 +1,1 @@
+"""Parameters: gathered, opened, guarded, edited, released, and sent once updated."""

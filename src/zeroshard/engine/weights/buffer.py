@@ -1,0 +1,452 @@
+"""One bucket on one rank: its states at rest, and the copy of its parameters that modules compute with.
+
+parameters   what rests of them: this rank's shard, or all of them         a `Flat`
+master       what the optimizer updates, where that is of another kind     a `Flat`, or the parameters themselves
+gradients    the running sum                                               a `Flat`
+gathered     the whole bucket, for as long as it is used                   a `Gathered`
+codec        how what rests becomes what is gathered                       a `Plain`, or a codec of its own kind
+edits        traces of writes into that by the program                     an `Edits`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...arithmetic.sums import Precision
+from ...comm.agreement import Group
+from ...comm.transport import Work
+from ...device import TO_THE_HOST, given, users
+from ...errors import StateError, UserError
+from ...events import ends
+from ...hooks import first
+from ...layout.partition import Bucket, Slot
+from ...layout.shard_dim import Among, Strips
+from ...layout.stage import SAVED, STATES, Degree, Placements
+from ...layout.states import Master, master_of
+from ...tiers.tier import DeviceTier, Tier
+from .codec import Cast, Plain
+from .edits import Edits, increment_versions
+from .flat import Flat
+from .gathered import Gathered, State, alias, home
+from .guard import SavedTensors, unflip
+
+
+class Gatherer(Protocol):
+    """The part of the engine that gathers a bucket when it is read."""
+
+    def touch(self, buffer: Buffer, position: int) -> None:
+        """Open a guarded parameter that Python reads, or raise `ReleasedError` if it cannot be gathered."""
+
+    def fetch(self, buffer: Buffer) -> None:
+        """Gather a bucket of which autograd needs a saved weight."""
+
+    def moved(self, buffer: Buffer) -> None:
+        """Have optimizers' fragments lie where the bucket's parameters rest now."""
+
+
+class Place:
+    """Attached to every managed parameter as `_zeroshard`: which buffer, which slot, and what a touch does."""
+
+    def __init__(self, buffer: Buffer, position: int) -> None:
+        self.buffer = buffer
+        self.position = position
+        self.apart: Tensor | None = None  # a gradient source by source, from `apart`, until it is taken
+
+    @property
+    def name(self) -> str:
+        return self.buffer.bucket.slots[self.position].name
+
+    @property
+    def view(self) -> Tensor:
+        """The parameter's view of the gathered bucket; its shape and strides are right even while released."""
+        return self.buffer.gathered.views[self.position]
+
+    def touch(self, param: nn.Parameter) -> None:
+        """Open the parameter, or raise `ReleasedError` if it cannot be gathered."""
+        self.buffer.reader.touch(self.buffer, self.position)
+        if self.buffer.gathered.state is State.OPEN:
+            unflip(param)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise StateError(
+            "a sharded parameter cannot be pickled, as by torch.save",
+            where=f"parameter {self.name!r}",
+            instead="with zero.gathered(): copies = {n: p.detach().clone() for n, p in model.named_parameters()}   "
+            "(on every rank)",
+        )
+
+
+class Buffer:
+    """The memory of one bucket on one rank.
+
+    It has more names than other classes: half of them are facts of one bucket that many files ask for (dtypes, tiers,
+    which elements are whose), in a line each.
+    """
+
+    reader: Gatherer  # set by the schedule, before a parameter can be read
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: list[nn.Parameter],
+        align: int,
+        placements: Placements,
+        precision: Precision,
+        group: Group,
+        tier: DeviceTier,
+        tiers: Mapping[str, Tier] | None = None,
+        saved: SavedTensors | None = None,
+        *,
+        codec: Callable[[Buffer], Plain] = Plain,
+        native: bool = False,
+    ) -> None:
+        """tiers: where "parameters", "gradients" and "optimizer" (here: the master) rest; else on the device.
+
+        saved: where autograd's saved tensors are looked up, so that those in this bucket are kept as notes.
+        codec: makes the codec of its parameters, where that is not of masters alone.
+        native: does the backend add up gradients? It adds in the dtype that is sent.
+        """
+        self.bucket, self.params, self.align, self.placements = bucket, params, align, placements
+        self.group = group
+        self.team, self.tier = group.team_of(bucket), tier
+        self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
+        self._saved = saved or SavedTensors()
+        self.formats = precision.formats(bucket)
+        self.dtype, self.grad_dtype = self.formats.computed, self.formats.gradients
+        precision = precision.of_bucket(bucket)
+        self.reduce_dtype = self.grad_dtype if native and not precision.reduce_dtype else precision.reduce(self.dtype)
+        self.generation = 0  # of the weights: a saved tensor of an older one must not be used
+        self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
+        self.gathered = Gathered(bucket, params, self.dtype, tier)
+        at = {state: resting.name for state, resting in self.tiers.items()}
+        self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
+        self.parameters: Flat  # at rest; the masters where these are all that rests: `Cast`
+        self.master: Flat | None = None
+        self.edits = Edits(self)
+        self.gradients: Flat | None = None
+        self.codec = codec(self)
+        self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].on_device
+        self._work: list[Work] = []
+        self.users = users(tier.device)  # of the gathered copy
+        self.starts = [slot.start for slot in bucket.slots]
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    def adopt(self, flat: Tensor | None, givers: Sequence[int]) -> None:
+        """Move the parameters into flat storage, converted; masters are seeded before converting.
+
+        After this every parameter is a view of `full`; with sharded parameters it is released. `flat` is storage that
+        the parameters are views of already, in their own dtype. givers: the rank whose values count, slot by slot.
+        """
+        bucket = self.bucket
+        source_dtype = self.formats.master if bucket.trainable else self.dtype
+        if flat is not None and flat.dtype == source_dtype:
+            source = flat
+        else:
+            source = torch.zeros(bucket.numel, dtype=source_dtype, device=self.tier.device)
+            for param, slot in zip(self.params, bucket.slots, strict=True):
+                source[slot.start : slot.stop].copy_(param.detach().reshape(-1))
+        del flat
+        ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
+        ledger.hold("staging", staged)
+        if len(set(givers)) == 1:
+            self.group.give_all(source, bucket, givers[0])
+        else:  # of which none is along an axis: those are on no rank's meta
+            for slot, giver in zip(bucket.slots, givers, strict=True):
+                self.group.broadcast(source[slot.start : slot.stop], giver)
+        if not self.resident:
+            if not (bucket.trainable and self.masters is Master.ALONE):
+                self.parameters = self.reserve("parameters", self.formats.parameters, self.placements.parameters)
+                with self.parameters.here(fresh=True) as resting:
+                    self.codec.encode(resting, source)
+                self.parameters.behind()
+            if source.dtype == self.dtype:
+                ledger.rename("staging", "gather", staged)
+                full, staged = source, 0
+            else:
+                ledger.hold("gather", bucket.numel * self.dtype.itemsize)
+                full = source.to(self.dtype)
+        else:
+            self.parameters = self.reserve("parameters", self.dtype, self.placements.parameters)
+            full = self.parameters.tensor.copy_(source)
+        if bucket.trainable and self.masters is not Master.NONE:
+            self._make_master(source[slice(*self.updated)])
+        del source
+        ledger.hold("staging", -staged)
+        self.gathered.place(full)
+        del full
+        if bucket.trainable:
+            self.reserve_gradients()
+        if not self.resident:
+            self.gathered.note_holders()
+            self.close()
+            self.release()
+
+    def reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
+        tier = self.tiers.get(state, self.tiers["optimizer"])
+        return Flat.reserve(state, self.bucket, self.group, tier, dtype, degree)
+
+    def _make_master(self, values: Tensor) -> None:
+        degree = self.placements.optimizer
+        if (codec := first("masters", self, values)) is not None:
+            self.codec = codec
+            self.master = Flat(self.bucket, self.group, codec.rest, self.formats.master, degree, "master")
+            self.edits.mark_followed()
+            return
+        self.master = self.reserve("master", self.formats.master, degree)
+        with self.master.here(fresh=True) as master:
+            master.copy_(values)
+        self.master.behind()
+        if self.masters is Master.ALONE:
+            self.parameters, self.codec = self.master, Cast(self)
+
+    def reserve_gradients(self) -> None:
+        """Reserve the accumulator of averaged gradients: full-size if gradients are replicated, else what is owned."""
+        if self.gradients is None:
+            self.gradients = self.reserve("gradients", self.grad_dtype, self.placements.gradients)
+            self.gradients.owned, self.gradients.by_part = self.owned, self.placements.by_part
+
+    def reserve_master(self) -> None:
+        """Make masters for a bucket that was frozen at construction, seeded from the parameters themselves."""
+        if self.master is None and self.masters is not Master.NONE:
+            resting = self.parameters
+            with resting.here(changed=False):
+                self._make_master(resting.of(*self.updated))
+            if self.codec.of_masters:
+                self.tier.give_back("parameters", resting.tensor)
+
+    # --- what kind of bucket this is --------------------------------------------------------------------------------
+
+    @property
+    def by_itself(self) -> bool:
+        """True if it is stepped apart from other buckets, because a state rests off the device or in halves."""
+        return self.codec.alone or not all(tier.on_device for tier in self.tiers.values())
+
+    @property
+    def upcast(self) -> bool:
+        """True if gradients have another dtype than what the optimizer updates, so that a step needs a copy."""
+        return self.gradients is not None and self.grad_dtype != self.updating.dtype
+
+    # --- which part is whose ----------------------------------------------------------------------------------------
+
+    @property
+    def owned(self) -> tuple[int, int]:
+        """Bucket elements [first, last) whose average this rank has at every stage: its shard, or its part of that."""
+        return self.bucket.held(self.team.seat, self.placements.owned)
+
+    def among(self, slot: Slot) -> Among:
+        """Tell where a slot lies in its tensor, of which other teams may hold other parts."""
+        shape, cut = self.team.seat.whole(slot.shape, slot.cut or 0), slot.cut or 0
+        return Among(shape, self.team.seat.part * slot.numel, Strips.of(shape, cut, self.team.seat.parts))
+
+    @property
+    def rests(self) -> tuple[int, int]:
+        """Bucket elements of the parameters that rest on this rank."""
+        return self.bucket.held(self.team.seat, self.placements.parameters)
+
+    @property
+    def saves(self) -> tuple[int, int]:
+        """Bucket elements that this rank writes to a checkpoint: every element is some rank's."""
+        return self.bucket.held(self.team.seat, SAVED)
+
+    @property
+    def updated(self) -> tuple[int, int]:
+        """Bucket elements that this rank's optimizer updates: its shard, or everything if state is replicated."""
+        return self.bucket.held(self.team.seat, self.placements.optimizer)
+
+    @property
+    def updating(self) -> Flat:
+        """The state that the optimizer updates: the master, or the parameters themselves."""
+        return self.parameters if self.master is None else self.master
+
+    @property
+    def target(self) -> Tensor:
+        """The elements that the optimizer's fragments are views of, 1-D; inside updating.here()."""
+        return self.updating.of(*self.updated)
+
+    def absent(self, numel: int) -> Tensor:
+        """Return elements like the target's that stand for some that are not in memory: NaN, all in one place."""
+        return home(self.full, self.tiers["optimizer"].device).view(self.updating.dtype)[0].expand(numel)
+
+    # --- the gathered copy ------------------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> Tensor:
+        """All parameters, 1-D, while they are gathered."""
+        return self.gathered.full
+
+    @property
+    def ready(self) -> bool:
+        """True if the current weights are gathered, or on their way."""
+        return self.gathered.ready
+
+    @property
+    def mine(self) -> Tensor:
+        """The elements of the gathered copy that also rest on this rank."""
+        return self.full[self.parameters.first : self.parameters.last]
+
+    def gather(self, *, ahead: bool = False) -> Work:
+        """Launch the gather of this bucket into its own storage. ahead: its memory counts as prefetched until used."""
+        with torch.inference_mode(False), torch.no_grad():
+            if not self.resident:
+                kept = not self.gathered.released
+                if not kept:
+                    self.gathered.take_memory(ahead=ahead)
+                    self._saved.watch(self)
+                self.users.begin(fresh=not kept)
+                self.land()
+                # Not a write that autograd should see: a view of weights that are still the same may be used.
+                landing = self.codec.landing(in_use=kept)
+                work = self.parameters.redistribute(alias(landing))
+                self.edits.came(self.full, self.codec.arriving, kept=kept)
+                work.hold(landing)  # the alias does not
+            else:
+                self.users.begin(fresh=False)
+                work = self.parameters.redistribute()
+            self.users.filled()
+            self.gathered.arriving()
+        self._work.append(work)
+        return work
+
+    def send(self) -> Work:
+        """Launch the gather that brings owners' updates of replicated parameters to every rank."""
+        if self.resident:
+            return self.gather()
+        self.gathered.current = False
+        with torch.no_grad():
+            self._work.append(self.parameters.redistribute())
+        self.parameters.behind()
+        return self._work[-1]
+
+    @property
+    def meets(self) -> bool:
+        """True if no rank may go on from a step of this bucket until all have come to its end."""
+        return self.codec.agrees or any(tier.meets for tier in self.tiers.values())
+
+    def publish(self, *, overlap: bool) -> None:
+        """Bring owners' updates of replicated parameters to every rank. overlap: behind the running program."""
+        self.parameters.share(self.placements.optimizer)
+        if self.placements.optimizer and not self.placements.parameters:
+            self.close()  # guarded until they have landed
+            work = self.send()
+            if not overlap:
+                work.wait()
+                self.open()
+
+    def published(self) -> None:
+        """Land, where that drops what this rank wrote itself, before the program can write to fragments again."""
+        if self.parameters.rest.lands_at_once:
+            self.land()
+
+    def land(self) -> None:
+        """Wait for whatever is arriving, in each stream that asks."""
+        arrives = bool(self._work)
+        while self._work:
+            self._work[0].wait()
+            self._work.pop(0)
+        self.users.join()
+        if arrives:
+            self.users.filled()
+        self.gathered.landed()
+        self.codec.decode()
+
+    def open(self) -> None:
+        """Wait for the weights and make the parameters plain: no guard."""
+        self.land()
+        if self.gathered.open():
+            self.edits.opened(self.full, self.codec.opened)
+
+    def close(self) -> None:
+        """Guard the parameters; the data stays."""
+        if self.gathered.state is State.OPEN:
+            self.land()
+            self.gathered.close()
+
+    def release(self) -> bool:
+        """Give the memory back, unless something still refers to it. Returns if it is gone."""
+        if self.gathered.released:
+            return True
+        self.land()
+        self.edits.look_at(self.full)
+        self.edits.keep(asked=False)
+        self.gathered.current = False
+        if self.gathered.held() or (self.unnoted and self.gathered.in_graphs()):
+            return False
+        self._saved.forget(self)
+        with self.users.end():
+            self.gathered.give_back_memory()
+        nbytes = self.gathered.nbytes
+        ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=nbytes))
+        return True
+
+    # --- replaced by the user -----------------------------------------------------------------------------------------
+
+    def rebind(self) -> None:
+        """Copy what the program has set as `.data` of parameters into the bucket, and make them views of it again.
+
+        Raises `UserError` for data of another kind, and where the program keeps memory that must be overwritten.
+        """
+        if not (replaced := self.gathered.replaced()):
+            return
+        if not self.gathered.kept(replaced):
+            self.gathered.rebind(replaced)
+        elif self.resident:
+            self._move_resident(replaced)
+        else:
+            name = self.gathered.counted
+            full = self.tier.reserve(name, self.bucket.numel, self.dtype, zeroed=False)
+            self._saved.forget(self)
+            self.tier.leave(name, self.full)
+            follow = self.gathered.move(full, replaced)
+            self._saved.watch(self)
+            follow()
+
+    def _move_resident(self, replaced: Sequence[int]) -> None:
+        tier = self.tiers["parameters"]
+        if tier is not self.tier:
+            raise UserError(
+                "a parameter's data was replaced, and the program keeps the memory that it had, which ranks share",
+                where=f"parameter {self.bucket.slots[replaced[0]].name!r}, rank {self.group.rank}",
+                instead="keep param.data.clone() before param.data = ...",
+            )
+        rest = tier.rest("parameters", self.bucket.index, self.bucket.numel, self.dtype)
+        self.tier.leave("parameters", self.full)
+        follow = self.gathered.move(rest.tensor, replaced)
+        self.parameters.rest = rest
+        self.reader.moved(self)
+        follow()
+
+    # --- new weights ------------------------------------------------------------------------------------------------
+
+    def write_back(self) -> None:
+        """Cast the masters to the parameters that rest beside them; inside here()."""
+        assert self.master is not None
+        stored, master = self.parameters.of(*self.updated), self.master.tensor
+        if stored.device == master.device:
+            stored.copy_(master)
+        elif stored.is_cpu:
+            cast = master.to(self.dtype)
+            through = self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False)
+            if cast is master:
+                through.wait()  # the next update writes to it
+            else:
+                given(cast, TO_THE_HOST)
+        elif master.dtype == self.dtype:
+            self.master.rest.give(0, stored)
+        else:
+            self.tier.send(stored, master)
+        self.edits.agree(stored if self.resident else None)
+        self.codec.wrote(stored)
+
+    def changed(self) -> None:
+        """Count a new generation of weights: tensors saved of older ones must not be used."""
+        self.generation += 1
+        if not self.gathered.released:
+            increment_versions(self.params)
+            if not self.resident:  # views of the gathered copy, which the program may hold
+                torch.autograd.graph.increment_version(self.full)
+                self.edits.not_an_edit()

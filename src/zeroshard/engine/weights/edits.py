@@ -1,0 +1,173 @@
+"""Edits of a bucket's weights, found and followed before weights are released, stepped, saved or gathered anew.
+
+The program may write into an open parameter at any time, so the only proof is in the bits: a digest of the parameters,
+taken when they were last the cast of the masters. Mostly none is needed, because no code could reach the gathered copy.
+On a device a step does not ask at all, since it would wait for the answer: it copies edits, whatever they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...arithmetic.digests import differ, fingerprint
+from ...arithmetic.sums import reseed_
+from ...device import TO_THE_HOST, ask, asynchronous, given
+from ...errors import TierError
+
+if TYPE_CHECKING:
+    from .buffer import Buffer
+
+
+class Edits:
+    """Edits of one bucket's weights since they were last looked at: the evidence, and what is done with them."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+        self.reachable = True  # could the program have edited the gathered copy since it came?
+        self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
+        self._version = 0  # of the gathered copy as it came
+        # Digest of the parameters here when they were last the masters' cast.
+        self._agreed: bytes | Tensor | None = None
+
+    def _digest(self, params: Tensor) -> bytes | Tensor | None:
+        """Return a digest of weights; in a device's memory only for a codec that asks."""
+        return fingerprint(params, anywhere=self._buffer.codec.asks)
+
+    def came(self, full: Tensor, mine: Tensor | None, *, kept: bool) -> None:
+        """Take note of a new gathered copy. kept: it is in memory that something still refers to. mine: this rank's
+        part of it, if its digest will be needed."""
+        self.reachable = kept
+        self._agreed = self._digest(mine) if mine is not None and kept else None
+        self._version = full._version
+
+    def opened(self, full: Tensor, mine: Tensor | None) -> None:
+        """Take note that the gathered copy may be edited from now on. A backward may have written to a saved weight."""
+        if mine is not None and not self.reachable:
+            self._agreed = None if full._version != self._version else self._digest(mine)
+        self.reachable = True
+
+    def look_at(self, full: Tensor) -> None:
+        """Look for writes into the guarded copy past the guard: they change its version."""
+        self.reachable |= full._version != self._version
+
+    def not_an_edit(self) -> None:
+        """Discount a raise of the gathered copy's version by the engine, which told autograd of new weights."""
+        self._version += 1
+
+    def agree(self, params: Tensor | None) -> None:
+        """Take note that these parameters are the cast of the masters. None: nothing is known of them."""
+        self._agreed = None if params is None else self._digest(params)
+
+    def untouched(self, params: Tensor) -> bool:
+        """Tell if it is certain that these parameters were not edited."""
+        now = self._digest(params)
+        return now is not None and not _told(differ(now, self._agreed))
+
+    def differ(self, params: Tensor) -> bool | Tensor:
+        """Tell if these have another digest than the masters' last known cast; not if neither of the two is known. On a
+        device the answer stays there."""
+        return differ(self._digest(params), self._agreed)
+
+    # --- what is done with an edit ------------------------------------------------------------------------------------
+
+    def follow(self, *, asked: bool = True) -> None:
+        """Copy edits of the gathered copy to what rests and to masters, and count them as new weights.
+
+        If not `asked`, here and below, the host does not wait for a device: edits are copied, but it may return False.
+        """
+        kept = self.keep(asked=asked)
+        if self.seed_master(asked=asked) or kept:
+            self._buffer.changed()
+
+    def keep(self, *, asked: bool = True) -> bool:
+        """Copy edits of the gathered copy to what rests. Returns if there were any."""
+        if self._buffer.resident or not (self._buffer.ready and self.reachable):
+            return False  # nothing gathered, only a copy that the last step made old, or one that no code could reach
+        with torch.inference_mode(False), torch.no_grad():
+            return self._buffer.codec.take_back(asked=asked)
+
+    def take_back_to_masters(self, *, asked: bool) -> bool:
+        """Copy edits of the gathered copy to the masters, which are all that rests. Returns if there were any."""
+        self._buffer.rebind()
+        return self.reseed(self._buffer.mine, asked=asked)
+
+    def take_back(self, *, asked: bool) -> bool:
+        """Copy edits of the gathered copy to parameters that rest in the same format. Returns if there were any."""
+        buffer, parameters = self._buffer, self._buffer.parameters
+        buffer.rebind()
+        try:
+            silent = not asked and self._silent and not parameters.on_demand
+            if not silent and parameters.rest.same_as(buffer.mine):
+                return False
+            buffer.codec.before_taking_back()
+            if silent and parameters.pinned:
+                parameters.rest.take(0, mine := buffer.mine.clone(), fresh=True)
+                given(mine, TO_THE_HOST)
+            else:
+                with parameters.here(fresh=True) as resting:
+                    resting.copy_(buffer.mine)
+        except TierError as error:
+            buffer.group.report(error)
+        self.unfollowed = not buffer.codec.asks
+        return not silent
+
+    @property
+    def _silent(self) -> bool:
+        """True if edits can be copied without asking if there are any."""
+        return not self._buffer.codec.asks and asynchronous(self._buffer.full.device)
+
+    def seed_master(self, *, asked: bool = True) -> bool:
+        """Copy edits of resting parameters to their masters. Returns if anything was edited."""
+        buffer = self._buffer
+        if buffer.master is None or buffer.codec.of_masters or not (buffer.resident or self.unfollowed):
+            return False
+        self.unfollowed = False
+        with buffer.parameters.here(changed=False):
+            return buffer.codec.follow(buffer.parameters.of(*buffer.updated), asked=asked)
+
+    def mark_followed(self) -> None:
+        """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
+        buffer, self.unfollowed = self._buffer, False
+        if buffer.codec.asks and buffer.resident:
+            self.agree(buffer.parameters.of(*buffer.updated))
+
+    def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
+        """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`.
+
+        A digest is only kept up, never begun, here.
+        """
+        state = self._buffer.master
+        assert state is not None
+        with state.here(changed=False) as master:
+            now = None if self._agreed is None else self._digest(params)
+            changed = now is None or _told(differ(now, self._agreed))
+            asked = asked or not self._silent
+            edited = changed and reseed_(master, self._brought(params, master), asked=asked)
+            self._agreed = now
+            with state.here(changed=edited):
+                return edited
+
+    def _brought(self, params: Tensor, master: Tensor) -> Tensor:
+        """Return the parameters that the masters may have to follow where these are."""
+        buffer = self._buffer
+        if params.device == master.device:
+            return params
+        if master.is_cpu:
+            return buffer.tier.fetch(params, params.dtype)
+        brought = torch.empty_like(params, device=master.device)  # of those that rest
+        buffer.parameters.rest.give(buffer.updated[0] - buffer.parameters.first, brought)
+        return brought
+
+
+def _told(answer: bool | Tensor) -> bool:
+    """Ask a device for what it has found."""
+    return bool(ask(answer)) if isinstance(answer, Tensor) else answer
+
+
+def increment_versions(params: list[torch.nn.Parameter]) -> None:
+    """Tell autograd that parameters were written to: tensors that it saved of them must not be used."""
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.graph.increment_version(params)

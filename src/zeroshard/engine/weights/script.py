@@ -1,0 +1,142 @@
+"""The order of gathers that all ranks follow.
+
+A *segment* is one forward of the root, or one backward. Within a segment all ranks launch the gathers of the
+*script*, the sequence that the last segment of that kind launched, in its order. A rank that needs a unit runs on to
+that unit's turn, taking part in whatever it passes. What comes after the script is negotiated in rounds: each rank
+names one unit or says that it is done, and all named are gathered, until all are done.
+
+So ranks that drop layers, branch or reorder differently cost bytes, never a hang or a mix-up. The price is two small
+control collectives per segment, on the CPU; the last one of a backward also tells whether it was a usual one.
+
+    rank 0 needs   a b   d        launches  a b c d | done
+    rank 1 needs   a   c d e      launches  a b c d | e      (rank 0, done, takes part in e)
+    next script    a b c d e      (what no rank used is left out)
+"""
+
+from __future__ import annotations
+
+from ...comm.agreement import Group
+from .unit import Unit
+
+Kind = tuple[str, int]  # of a segment: forward or backward, and the unit it entered through
+
+_NOBODY = -1
+
+
+class Script:
+    """Launches gathers in an order that is the same on all ranks."""
+
+    def __init__(self, units: list[Unit], group: Group, *, prefetch: int, overlap: bool) -> None:
+        self.units = units
+        self.group = group
+        self.prefetch = prefetch
+        self.overlap = overlap
+        self.kind: Kind | None = None
+        self._known: dict[Kind, list[int]] = {}
+        self._sequence: list[int] = []
+        self._used: list[bool] = []
+        self._at = 0  # how much of the sequence is launched
+
+    @property
+    def active(self) -> bool:
+        return self.kind is not None
+
+    def begin(self, kind: Kind) -> None:
+        """Begin a segment. The caller has agreed with the other ranks that they begin it too."""
+        self.kind = kind
+        self._number = self.group.number("segment")
+        self._sequence = list(self._known.get(kind, ()))
+        self._used = [False] * len(self._sequence)
+        self._at = 0
+
+    def demand(self, unit: Unit) -> None:
+        """Launch the gather of a unit that this rank needs now, unless it was launched before; and prefetch others."""
+        if not unit.released or (unit.ready and not unit.ahead):
+            return
+        with self.group.as_one():
+            if not (unit.ahead and unit.ready):
+                self._reach(unit)
+            unit.ahead -= 1
+            unit.claim()
+            self._mark_used(unit)
+            if self.overlap:
+                while self._at < len(self._sequence) and self._ahead() < self.prefetch:
+                    self._launch_next()
+
+    def finish(self, *, usual: bool = True) -> bool:
+        """Take part in everything the other ranks still need; remember the sequence for next time.
+
+        usual: this rank's vote for the caller in the last round. Returns if all ranks voted so.
+        """
+        with self.group.as_one():
+            while self._at < len(self._sequence):
+                self._launch_next()
+            usual = self._negotiate(None, usual)
+        if self.kind is not None:
+            self._known[self.kind] = self._sequence
+        self.kind = None
+        for unit in self.units:
+            unit.ahead = 0
+        return usual
+
+    def forget(self) -> None:
+        """Forget all sequences after a segment ended in its middle: ranks may have come to know different ones."""
+        self.kind = None
+        self._known.clear()
+        for unit in self.units:
+            unit.ahead = 0
+
+    # --- the order --------------------------------------------------------------------------------------------------
+
+    def _reach(self, unit: Unit) -> None:
+        if unit.index in self._sequence[self._at :]:
+            stop = self._sequence.index(unit.index, self._at) + 1
+        else:
+            stop = len(self._sequence)
+        while self._at < stop:
+            self._launch_next(unit)
+        if not unit.ahead:
+            self._negotiate(unit)
+
+    def _launch_next(self, wanted: Unit | None = None) -> None:
+        unit = self.units[self._sequence[self._at]]
+        self.group.progress.turn = self._at + 1, len(self._sequence)
+        unit.gather(wait=not self.overlap, ahead=unit is not wanted)
+        self._at += 1
+        unit.ahead += 1
+
+    def _mark_used(self, unit: Unit) -> None:
+        for at in range(self._at):
+            if self._sequence[at] == unit.index and not self._used[at]:
+                self._used[at] = True
+                return
+
+    def _ahead(self) -> int:
+        return sum(unit.ahead > 0 for unit in self.units)
+
+    # --- after the script -------------------------------------------------------------------------------------------
+
+    def _negotiate(self, wanted: Unit | None, usual: bool = True) -> bool:
+        """Hold rounds of naming units, until `wanted` is gathered or, with None, until every rank is done.
+
+        Returns whether every rank was `usual` in the last round, in which all of them are done.
+        """
+        while True:
+            vote = _NOBODY if wanted is None else wanted.index
+            idle = int(not all(self._used))
+            votes = self.group.poll("choosing what to gather", self._number, vote, idle, usual)
+            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))
+            for index in named:
+                self._sequence.append(index)
+                self._used.append(False)
+                self._launch_next(wanted)
+            if wanted is not None:
+                return usual
+            if not named:
+                if self._sequence and all(idle for _, idle, _ in votes):
+                    self._drop_unused()
+                return all(usual for _, _, usual in votes)
+
+    def _drop_unused(self) -> None:
+        used = self.group.flags(bytes(self._used))
+        self._sequence = [index for index, keep in zip(self._sequence, used, strict=True) if keep]

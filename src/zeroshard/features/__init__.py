@@ -1,0 +1,1 @@
+"""What can be taken out: a file each, with a manifest of its hooks."""

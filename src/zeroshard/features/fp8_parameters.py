@@ -1,0 +1,357 @@
+"""The codec of an fp8 bucket, whose parameters rest and travel in 8 bits.
+
+    masters, fp32            each step's scales are made from these, and then what rests
+    parameters, 1 byte       the shard, or all of them: rest beside their masters at every stage; what a gather moves
+    scales, 1 byte a tile    on every rank of a team the same
+    gathered, 16 or 32 bits  what modules compute with; the bytes arrive in the last of this memory, and are read there
+
+Nothing else in the engine knows of it: such parameters are gathered for use at every stage, as those of other tiers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..arithmetic import fp8
+from ..arithmetic.sums import COMPUTED, Precision, same_bits, simulated
+from ..engine.weights.buffer import Buffer
+from ..engine.weights.codec import Plain
+from ..engine.weights.gathered import alias
+from ..engine.weights.publish import publish
+from ..engine.weights.unit import Managed, Unit, matching
+from ..errors import StateError, TierError, UserError
+from ..events import ends
+from ..hooks import Feature
+from ..layout.partition import Bucket
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
+
+ROUTERS = ("router", "gate")  # modules that choose experts by numbers close to each other
+
+
+def chosen(managed: list[Managed], precision: Precision) -> set[str]:
+    """Return the names of parameters that `Precision.fp8` names. Raises `UserError` if one cannot rest in 8 bits."""
+    if precision.fp8 is True:
+        found = {
+            record.name
+            for record in managed
+            if record.param.requires_grad
+            and not precision.keeps(record.names)
+            and all(isinstance(module, nn.Linear) and name == "weight" for module, name in record.owners)
+            and not any(name.split(".")[-2:-1] == [router] for name in record.names for router in ROUTERS)
+        }
+        if not found:
+            raise UserError(
+                "there is no weight of a linear layer that is trained, to rest in 8 bits",
+                got="Precision(fp8=True)",
+                instead='Precision(fp8=["*.experts.*"]), with patterns of the parameters that are meant',
+            )
+    else:
+        found = matching(managed, precision.fp8 or (), "Precision.fp8")
+    for record in (record for record in managed if record.name in found):
+        dtype = precision.param(record.param.dtype)
+        if not record.param.requires_grad or precision.keeps(record.names) or dtype not in COMPUTED:
+            raise UserError(
+                "a parameter can only rest in 8 bits beside fp32 masters, for a module that computes in 16 or 32 bits",
+                where=f"parameter {record.name!r}, Precision(fp8=...)",
+                expected="a trained parameter that Precision.keep does not name, in bfloat16, float16 or float32",
+                got="one that Precision.keep names"
+                if precision.keeps(record.names)
+                else f"requires_grad={record.param.requires_grad}, {dtype}",
+                instead="patterns that leave it out",
+            )
+    return found
+
+
+class Tiled(NamedTuple):
+    """The elements of one slot among some of a bucket: where they are, and the scales of their tiles."""
+
+    where: slice
+    tiles: fp8.Grid
+    first: int  # element of the tensor
+    scales: Tensor  # fp32, of all its tiles
+    held: slice  # which of the bucket's these are
+
+
+class E4M3(Plain):
+    """The codec of one bucket on one rank, whose parameters rest as `fp8` says."""
+
+    resident = False
+    of_masters = True
+    agrees = True
+
+    def __init__(self, buffer: Buffer, *, scaling: str) -> None:
+        super().__init__(buffer)
+        self.grids = fp8.grids(buffer.bucket, scaling)
+        ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
+        self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
+        self.scales = buffer.tier.reserve("scales", ends_at[-1], fp8.BYTE)
+        self._seen: Tensor | None = None  # scales that a step's masters ask for, which have left memory since
+        self._arriving: Tensor | None = None  # the bytes that a gather brings
+        self._apart = False  # are these in memory of their own?
+        seat = buffer.team.seat
+        # One scale of a tensor that tensor parallelism has cut is that of all its parts; every other is of one part.
+        self._joined = scaling == "tensor" and buffer.bucket.slots[0].cut is not None
+        self._place, self._places = (0, 1) if self._joined else (seat.part, seat.parts)
+
+    # --- from masters to bytes --------------------------------------------------------------------------------------
+
+    @property
+    def beside(self) -> bool:
+        """False: a step cannot cast masters back by itself, as that needs all ranks. See `agree`."""
+        return False
+
+    def _parts(self, first: int, last: int, scales: Tensor | None = None) -> Iterator[Tiled]:
+        """Yield the part of each slot that is among elements [first, last). scales: those of this bucket, as they
+        rest."""
+        stood = fp8.as_fp32(self.scales if scales is None else scales)
+        for slot, tiles, held in zip(self.buffer.bucket.slots, self.grids, self._held, strict=True):
+            inside = slot.within(first, last)
+            if inside.numel:
+                yield Tiled(slot.slice_of(first, last), tiles, inside.start, stood[held], held)
+
+    def _scales(self, masters: Tensor, first: int, last: int) -> Tensor:
+        found = torch.ones(len(self.scales), dtype=fp8.BYTE, device=masters.device)
+        for part in self._parts(first, last):
+            found[part.held] = fp8.scales_of(masters[part.where], part.tiles, part.first)
+        return found
+
+    def _quantise(self, raw: Tensor, masters: Tensor, first: int, last: int) -> None:
+        for part in self._parts(first, last, self.scales.to(masters.device)):
+            fp8.quantise_(raw[part.where], masters[part.where], part.scales, part.tiles, part.first)
+
+    def encode(self, resting: Tensor, source: Tensor) -> None:
+        scales = self._scales(source, 0, self.buffer.bucket.numel)
+        self.scales.copy_(self.buffer.group.maximum(scales) if self._joined else scales)
+        first, last = self.buffer.parameters.first, self.buffer.parameters.last
+        self._quantise(resting, source[first:last], first, last)
+        self.buffer.gathered.current = False  # it was not rounded, and goes at once
+
+    def look(self) -> None:
+        self._seen = self._scales(self.buffer.target, *self.buffer.updated)
+
+    def forget(self) -> None:
+        self._seen = None
+
+    @classmethod
+    @torch.no_grad()
+    def agree(cls, codecs: Sequence[Plain]) -> None:
+        """Quantise buckets anew from their masters.
+
+        One small message for all tensors, a byte for each scale; of experts, for those of every team.
+        """
+        found = [codec for codec in codecs if isinstance(codec, cls)]
+        asked = [codec.asked_of_all() for codec in found]
+        agreed = found[0].buffer.group.maximum(torch.cat(asked)).split([len(each) for each in asked])
+        for codec, scales in zip(found, agreed, strict=True):
+            codec.requantise(scales.view(codec._places, -1)[codec._place])
+
+    def asked_of_all(self) -> Tensor:
+        """Return what this rank puts into the message: its scales, in its team's place where teams have parts."""
+        mine = self.scales_here().to(self.scales.device)
+        if self._places == 1:
+            return mine
+        asked = mine.new_zeros(self._places, len(mine))
+        asked[self._place] = mine
+        return asked.view(-1)
+
+    def scales_here(self) -> Tensor:
+        """Return the scales that this rank's masters ask for."""
+        if self._seen is not None:
+            return self._seen
+        try:
+            with self.buffer.updating.here(changed=False):
+                return self._scales(self.buffer.target, *self.buffer.updated)
+        except TierError as error:  # the others wait for an answer, and will hear of it
+            self.buffer.group.report(error)
+            return self.scales
+
+    def requantise(self, scales: Tensor) -> None:
+        """Quantise this rank's masters to new bytes, with the scales that all ranks agreed on."""
+        buffer = self.buffer
+        buffer.land()
+        self.scales.copy_(scales)
+        first, last = buffer.updated
+        copied = buffer.tier.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=last - first)
+        alone = buffer.placements.together  # all that rests here is written
+        try:
+            with buffer.updating.here(changed=False), buffer.parameters.here(fresh=alone) as resting:
+                if alone:
+                    resting.zero_()  # padding too
+                self._quantise(buffer.parameters.of(first, last), buffer.target, first, last)
+        except TierError as error:
+            buffer.group.report(error)
+        buffer.updating.behind()
+        buffer.parameters.behind()
+        self.forget()
+        ends(copied)
+
+    # --- from bytes to what modules compute with --------------------------------------------------------------------
+
+    def landing(self, *, in_use: bool) -> Tensor:
+        """Return the last bytes of the memory to gather into; other memory if that is kept because it may be read."""
+        self._apart = in_use
+        if in_use:
+            self._arriving = self.buffer.tier.reserve("gather", self.buffer.bucket.numel, fp8.BYTE, zeroed=False)
+        else:
+            self._arriving = self.buffer.full.view(fp8.BYTE)[-self.buffer.bucket.numel :]
+        return self._arriving
+
+    def decode(self) -> None:
+        if self._arriving is None:
+            return
+        buffer, raw, self._arriving = self.buffer, self._arriving, None
+        # An interrupt leaves half of it read, and the other half overwritten: then this is to be gathered again.
+        current, buffer.gathered.current = buffer.gathered.current, False
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._dequantise(alias(buffer.full), raw)
+                buffer.users.filled()
+        finally:
+            if self._apart:
+                buffer.tier.give_back("gather", raw)
+        buffer.gathered.current = current
+        if buffer.edits.reachable:
+            buffer.edits.agree(buffer.mine)
+
+    def _dequantise(self, full: Tensor, raw: Tensor) -> None:
+        end = 0
+        for part in self._parts(0, self.buffer.bucket.numel):
+            full[end : part.where.start] = 0  # padding, which ranks compare
+            fp8.dequantise_(full[part.where], raw[part.where], part.scales, part.tiles)
+            end = part.where.stop
+        full[end:] = 0
+
+    @property
+    def opened(self) -> Tensor | None:
+        return self.buffer.mine
+
+    def recovery_copy(self) -> Tensor:
+        return self._own_shard(fp8.BYTE)
+
+    # --- edits ------------------------------------------------------------------------------------------------------
+
+    def edited(self) -> bool:
+        """Tell if the gathered copy of this rank's shard differs from the bytes that rest."""
+        buffer = self.buffer
+        if simulated(buffer.full) or not (buffer.ready and buffer.edits.reachable):
+            return False
+        buffer.land()
+        buffer.rebind()
+        mine, parameters = buffer.mine, buffer.parameters
+        if buffer.edits.untouched(mine):
+            return False
+        with parameters.here(changed=False) as resting:
+            return not all(
+                same_bits(numbers.to(mine.device), mine[part.where][where])
+                for part in self._parts(parameters.first, parameters.last, self.scales.to(resting.device))
+                for where, numbers in self._numbers(resting, part)
+            )
+
+    def _numbers(self, resting: Tensor, part: Tiled) -> Iterator[tuple[slice, Tensor]]:
+        return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.buffer.dtype, part.first)
+
+    def take_back(self, *, asked: bool) -> bool:
+        """Report an edit, which one rank alone cannot follow since scales are all ranks' together. Returns False."""
+        buffer = self.buffer
+        if self.reported(self.edited):
+            first, last = buffer.bucket.slots[0].name, buffer.bucket.slots[-1].name
+            buffer.group.report(
+                StateError(
+                    "weights that rest in 8 bits were edited outside gathered(), or used inside it after an edit",
+                    where=f"rank {buffer.group.rank}, among parameters {first!r} to {last!r}",
+                    instead="with zero.gathered(): edit   (on every rank), and leave it before the next forward or "
+                    "step. The edit is lost. Or leave them out of Precision(fp8=...), and edits count anywhere",
+                )
+            )
+            buffer.edits.agree(buffer.mine)
+        return False
+
+    def reported(self, look: Callable[[], bool | None]) -> bool:
+        """Return what `look` returns; on a `TierError` report it to all ranks, which are about to meet, and return
+        False."""
+        try:
+            return bool(look())
+        except TierError as error:
+            self.buffer.group.report(error)
+            return False
+
+    def take_edits(self) -> None:
+        """Copy edits of the gathered copy to the masters that this rank updates."""
+        buffer = self.buffer
+        first, last = buffer.updated
+        seen, bits = buffer.full[first:last], torch.int16 if buffer.dtype.itemsize == 2 else torch.int32
+        with buffer.updating.here(), buffer.parameters.here(changed=False):
+            resting, target = buffer.parameters.of(first, last), buffer.target
+            for part in self._parts(first, last, self.scales.to(resting.device)):
+                for where, found in self._numbers(resting, part):
+                    own, now = target[part.where][where], seen[part.where][where].to(target.device)
+                    numbers = found.to(target.device)
+                    torch.where(numbers.view(bits) != now.view(bits), now.to(own.dtype), own, out=own)
+
+
+def _on_any_rank(codecs: list[E4M3], mine: list[bool]) -> list[E4M3]:
+    """Return the codecs for which some rank says yes. Raises on every rank if one has reported an error."""
+    if not codecs:
+        return []
+    group = codecs[0].buffer.group
+    *flags, failed = group.flags(bytes([*mine, group.failed is not None]))
+    if failed:
+        group.fail()
+    return [codec for codec, flag in zip(codecs, flags, strict=True) if flag]
+
+
+@torch.no_grad()
+def follow_edits(found: list[E4M3], write_from: int | None) -> None:
+    """Make masters, scales and bytes follow edits as all ranks leave gathered(): owners' edits, or one rank's.
+
+    Afterwards the gathered copy is what the bytes stand for: an edit, too, is rounded to 8 bits.
+    """
+    for buffer in (codec.buffer for codec in found) if write_from is not None else ():
+        assert write_from is not None
+        buffer.rebind()
+        buffer.group.give_all(buffer.full, buffer.bucket, write_from)
+        if not buffer.placements.optimizer:  # bytes of it may agree where masters do not
+            buffer.updating.give_all(write_from)
+    codecs = _on_any_rank(found, [codec.reported(codec.edited) for codec in found])
+    edited = [codec.buffer for codec in codecs]
+    if edited:
+        edited[0].group.torn = "gathered() was left with edits of which only some had reached the masters"
+    for codec, buffer in zip(codecs, edited, strict=True):
+        if not buffer.placements.optimizer:  # where every rank updates everything, each element's owner says what it is
+            buffer.team.gather(alias(buffer.full), buffer.bucket, "parameters").wait()
+        codec.reported(codec.take_edits)
+    _on_any_rank(codecs, [False] * len(codecs))
+    publish(edited, overlap=False, outside=True)
+    for buffer in edited:
+        buffer.gather().wait()
+        buffer.land()
+
+
+class _Manifest(Feature):
+    name = "parameters in 8 bits"
+    page = "precision.md#parameters-in-8-bits"
+    kernels = "fused_fp8"
+
+    def chosen(self, managed: list[Managed], precision: Precision) -> set[str]:
+        return chosen(managed, precision)
+
+    def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
+        return functools.partial(E4M3, scaling=assembly.precision.scaling) if bucket.fp8 else None
+
+    def leaving(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
+        codecs = [buffer.codec for unit in units for buffer in unit.buffers]
+        found = [codec for codec in codecs if isinstance(codec, E4M3)]
+        if found:
+            follow_edits(found, write_from)
+        return {codec.buffer.bucket.index for codec in found}
+
+
+FEATURE = _Manifest()

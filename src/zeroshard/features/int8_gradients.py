@@ -1,0 +1,72 @@
+"""Gradients that travel in 8 bits: the codec of contributions, of which `arithmetic/int8.py` has the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..arithmetic import int8
+from ..arithmetic.sums import COMPUTED
+from ..errors import UserError
+from ..hooks import Feature
+from ..layout.partition import BLOCK, Bucket, Partition
+from ..policies.incompatible import Settings
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
+
+
+def _check(partition: Partition) -> None:
+    """Refuse, by name, what gradients of 8 bits do not go with."""
+    trained = [bucket for bucket in partition.buckets if bucket.trainable]
+    if partition.align % BLOCK or any(bound % BLOCK for bucket in trained for bound in bucket.bounds):
+        raise UserError(
+            f"gradients of 8 bits have a scale for each {BLOCK} elements of a parameter, and no cut may fall inside",
+            got=f'Layout(align={partition.align}), Comm(reduce="int8")',
+            instead=f"Layout(align={BLOCK}), the default",
+        )
+    for bucket in trained:
+        parts = bucket.axis or any(slot.cut is not None for slot in bucket.slots)
+        if parts or bucket.dtype not in map(str, COMPUTED):
+            raise UserError(
+                "gradients of 8 bits are those of real parameters of 16 or 32 bits that all ranks shard",
+                where=f"parameter {bucket.slots[0].name!r}",
+                got="an expert, or a part beside tensor parallelism" if parts else bucket.dtype,
+                instead='Comm(reduce="ordered")',
+            )
+
+
+class Codes:
+    """The format of contributions that travel as codes: see `codec.py`."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self._values = bucket
+        self.bucket = int8.coded(bucket)
+        self.dtype = int8.BYTE
+
+    def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
+        message = take(self.bucket.numel, int8.BYTE)
+        int8.encode_(message, values, self._values)
+        return message
+
+    def decode(self, piece: Tensor) -> int8.Coded:
+        return int8.Coded(piece)
+
+
+class _Manifest(Feature):
+    name = "gradients in 8 bits"
+    page = "precision.md#gradients-in-8-bits"
+    kernels = "fused_int8"
+
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if assembly.asked.reduce == "int8":
+            _check(assembly.partition)
+
+    def message(self, bucket: Bucket, settings: Settings) -> Codes | None:
+        return Codes(bucket) if settings.reduce == "int8" else None
+
+
+FEATURE = _Manifest()

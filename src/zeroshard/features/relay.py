@@ -1,0 +1,195 @@
+"""The delivery of sums over several replicas: each adds to what the one before has summed up, and the last divides.
+
+The first replica begins with what its accumulator holds and adds its ranks' contributions; each next one goes on with
+what comes, unrounded; the last divides, rounds, and sends the result to all. These are the operations, the operands and
+the order that one replica of as many ranks has, so their number never changes a bit (`sums.fold`).
+
+Where each replica keeps a part of the shard's sum only (`Placements.owned`), the last one sends each its part, and a
+sum that goes on from an earlier one begins with the parts of all, which come together at the first.
+
+Waits go only from a replica to those before it, and for the average to the last: relays cannot wait for each other in a
+circle. Receives are launched with the reduction; in a device's queue, where they take processors of it for as long as
+they wait, only when this rank's part is there, bucket by bucket in the order of reductions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arithmetic.sums import running_dtype
+from ..comm.groups import Wanted
+from ..comm.process_team import ProcessTeam
+from ..comm.reduce_pipeline import Scratch
+from ..comm.replicate_axis import Column, ProcessColumn, wanted
+from ..comm.transport import Team, Work
+from ..engine.gradients.accumulator import Accumulator
+from ..engine.gradients.sums import Delivery
+from ..events import Event
+from ..hooks import Feature
+from ..layout.partition import Bucket
+from ..layout.stage import Seat
+
+
+class Relay(Delivery):
+    """One shard's sum on its way from replica to replica, and the average on its way back."""
+
+    running: Tensor
+    average: Tensor
+
+    def __init__(self, team: Team, bucket: Bucket, running: Tensor, average: Tensor) -> None:
+        """Begin to receive, unless a device's queue would wait for that.
+
+        running: own shard, 1-D, in `sums.running_dtype`. It gets what the replica before has summed up.
+        average: what this rank keeps of it, 1-D, in the accumulator's dtype. It gets what the last replica sends.
+        """
+        super().__init__(running, average)
+        seat, self.team, self.bucket = team.seat, team, bucket
+        self.column: Column = team.column
+        self.first, self.last = seat.replica == 0, seat.replica == seat.replicas - 1
+        if not self.first:
+            self.start = running
+        self._event = self._counted()
+        self._receives = not self.first
+        self._coming: list[Any] | None = [] if self.last else None
+        self._handed_on = False
+        if not team.queued:
+            self.receive()
+            self._coming = self._average()
+
+    def _counted(self) -> Event | None:
+        """Count the bytes that this rank sends and receives."""
+        on, back = _bytes(self.running), _bytes(self.average)
+        sent = back * (self.team.seat.replicas - 1) if self.last else on
+        return self._count(sent, (not self.first) * on + (not self.last) * back)
+
+    def _count(self, sent: int, received: int) -> Event | None:
+        on = _bytes(self.running)
+        return self.team.ledger.move(
+            "relay", logical=on, sent=sent, received=received, state="gradients", bucket=self.bucket.index
+        )
+
+    def receive(self) -> None:
+        """Launch the receive of what the replicas before this one have summed up."""
+        if self._receives:
+            self._receives = False
+            self.came = self._work(self.column.hand_on(self.running, self.team.seat.replica - 1))
+
+    def send(self) -> None:
+        """Send `running` on, with this replica's contributions in it; or, on the last replica, `average` to all."""
+        if self._handed_on:
+            return
+        self._handed_on = True
+        sent = self._give() if self.last else self.column.hand_on(self.running, self.team.seat.replica)
+        self.back = self._work([*self._average(), *sent], self._event)
+
+    def _average(self) -> list[Any]:
+        return self._give() if self._coming is None else self._coming
+
+    def _give(self) -> list[Any]:
+        """Launch what brings the average from the last replica."""
+        return self.column.hand_back(self.average)
+
+    def _work(self, handles: list[Any], event: Event | None = None) -> Work:
+        return Work(handles, event, lambda handle: self.team.wait("relay", self.bucket.index, handle))
+
+
+class RelayOfParts(Relay):
+    """The same of a shard of which each replica keeps a part: parts come together at the first, and go from the last.
+
+    A rank's part of an earlier sum leaves as the new one begins; no average can come before all that it is made of.
+    """
+
+    apart = True
+
+    def __init__(
+        self, team: Team, bucket: Bucket, running: Tensor, average: Tensor, whole: Tensor, kept: Tensor | None
+    ) -> None:
+        """whole: the shard in the accumulator's dtype, of an earlier sum on the first replica and of the average on the
+        last one; `running`, where that has the dtype. Others do not use it.
+
+        kept: this rank's part of an earlier sum, undivided, which this one goes on from; None if it begins at zero. Its
+        memory stays what it is until this rank has handed the sum on.
+        """
+        self._whole, self._kept = whole, kept
+        self._numels = [last - first for first, last in bucket.portions(team.seat)]
+        self._collecting = [] if kept is None else team.column.exchange(whole, kept, self._numels, out=False)
+        super().__init__(team, bucket, running, average)
+        if self.first and kept is not None:
+            self.start, self.came = whole, self._work(self._collecting)
+
+    @property
+    def into(self) -> Tensor:
+        return self._whole if self.last else self.running
+
+    def _counted(self) -> Event | None:
+        on, part = _bytes(self.running), _bytes(self.average)
+        others = self.bucket.shard_numel(self.team.position) * self.average.itemsize - part
+        begins = self._kept is not None
+        sent = (others if self.last else on) + (begins and not self.first) * part
+        received = (not self.first) * on + (not self.last) * part + (begins and self.first) * others
+        return self._count(sent, received)
+
+    def _average(self) -> list[Any]:
+        return [*self._collecting, *super()._average()]
+
+    def _give(self) -> list[Any]:
+        if self.team.queued:  # else it comes late enough: no average does before the first replica has all parts
+            self._work(self._collecting).wait()
+        return self.column.exchange(self._whole, self.average, self._numels, out=True)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize
+
+
+def relayed(accumulator: Accumulator, scratch: Scratch[Tensor]) -> Delivery:
+    """Return the delivery of one bucket's sum, if replicas hand it on and this rank has a part of it."""
+    buffer, team, bucket = accumulator.buffer, accumulator.buffer.team, accumulator.bucket
+    own = bucket.shard_numel(team.position)
+    if team.seat.summed == 1 or not own:
+        return Delivery()
+    running = scratch.take(own, running_dtype(buffer.grad_dtype))
+    if buffer.placements.by_part:
+        return _of_parts(accumulator, scratch, running)
+    # The average comes straight to where the sum rests: it cannot come before that was read.
+    return Relay(team, bucket, running, accumulator.landing(scratch.take))
+
+
+def _of_parts(accumulator: Accumulator, scratch: Scratch[Tensor], running: Tensor) -> RelayOfParts:
+    buffer, beside = accumulator.buffer, []
+
+    def take(numel: int, of: torch.dtype) -> Tensor:
+        beside.append(scratch.take(numel, of))
+        return beside[-1]
+
+    seat, whole = buffer.team.seat, running
+    ends = seat.replica == seat.replicas - 1 or (seat.replica == 0 and accumulator.filled)
+    if ends and running.dtype != buffer.grad_dtype:
+        whole = take(running.numel(), buffer.grad_dtype)
+    kept = accumulator.kept(take) if accumulator.filled else None
+    found = RelayOfParts(buffer.team, accumulator.bucket, running, accumulator.landing(scratch.take), whole, kept)
+    found.beside = beside
+    return found
+
+
+class _Manifest(Feature):
+    name = "replicas"
+    page = "meshes.md"
+
+    def groups(self, sits: Seat, ranks: int, backend: str) -> list[Wanted]:
+        return wanted(sits, ranks, backend)
+
+    def column(self, team: Team) -> Column | None:
+        if team.seat.summed == 1:
+            return None
+        return ProcessColumn(team, team.link) if isinstance(team, ProcessTeam) else Column(team)
+
+    def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
+        return relayed if team.seat.summed > 1 else None
+
+
+FEATURE = _Manifest()

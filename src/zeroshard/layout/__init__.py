@@ -1,0 +1,1 @@
+"""Which rank holds which elements: stages, the mesh, partitions, and where states rest. Pure: no torch."""

@@ -1,0 +1,1 @@
+"""What users choose: communication, offload, and which settings do not go together."""

@@ -31,7 +31,7 @@ from .engine.weights.guard import refuse_copy
 from .engine.weights.modes import refuse_inside, unseen
 from .errors import StateError, UserError, nearest, without_own_lines
 from .events import Event, Ledger, Record
-from .hooks import absent, first
+from .hooks import absent, features, first
 from .layout.partition import Bucket, Layout, Slot
 from .layout.stage import Placements
 from .policies.comm import Comm, Simulated
@@ -298,10 +298,10 @@ class Zero:
         """
         settings = {"per_step": per_step, "size": size, "seed": seed, "shuffle": shuffle}
         settings |= {"drop_last": drop_last, "reseed": reseed}
-        made = first("batches", self._engine, dataset, settings, loader)
+        made = first(each.batches(self._engine, dataset, settings, loader) for each in features())
         if made is None:
             raise absent("features.batches")
-        return cast("Batches", made)
+        return made
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Clip all gradients by their global norm (any order above 0, or inf). Returns it, the same on every rank.
@@ -337,10 +337,10 @@ class Zero:
             instead = "the object that zero.average(...) returned, whose decay may be set"
             raise StateError("this model has an average already", got=f"decay={engine.moving.decay}", instead=instead)
         engine.schedule.recover()
-        engine.moving = average = first("average", decay, engine)
+        engine.moving = average = first(each.average(decay, engine) for each in features())
         if average is None:
             raise absent("features.moving_average")
-        return cast("MovingAverage", average)
+        return average
 
     def replay(self, work: Callable[..., Any], *, every: int = 1000) -> Replay:
         """Compute one micro-batch in `every` on another rank too, and name the rank whose bits differ from others'.
@@ -357,10 +357,10 @@ class Zero:
         Returns a function that calls `work` and returns what it does, or raises `CorruptionError` on every rank: from
         three ranks on it names the one. Every rank makes the same calls.
         """
-        made = first("replay", self._engine, work, every)
+        made = first(each.replay(self._engine, work, every) for each in features())
         if made is None:
             raise absent("features.replay")
-        return cast("Replay", made)
+        return made
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -33,8 +33,8 @@ import functools
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import UserError
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .comm.replicate_axis import Column
     from .comm.transport import Team, Work
     from .engine.build.assembly import Assembly
+    from .engine.engine import Engine
     from .engine.gradients.accumulator import Accumulator
     from .engine.gradients.contribution import Division
     from .engine.gradients.subscriber import Subscriber
@@ -63,7 +64,9 @@ if TYPE_CHECKING:
     from .layout.stage import Seat
     from .policies.incompatible import Settings
     from .policies.offload import Offload
-    from .tiers.tier import Tier
+    from .tiers.tier import Rest, Tier
+
+T = TypeVar("T")
 
 # By file, how a program asks for it: words, and a question about settings.
 FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
@@ -117,26 +120,26 @@ class Feature:
     def axes(self, managed: Sequence[Managed], layout: Layout) -> dict[str, str] | None:
         """Return, by name, the axis of each parameter that one axis of the mesh shards, and not all ranks."""
 
-    def ready(self, engine: Any) -> None:
-        """Do what is left once a model's engine (`sharded.Engine`) stands."""
+    def ready(self, engine: Engine) -> None:
+        """Do what is left once a model's engine stands."""
 
     def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
         """Return what makes the codec of a bucket's parameters, if they are this feature's."""
 
-    def masters(self, buffer: Buffer, values: Tensor) -> Plain | None:
-        """Return the codec of parameters whose masters rest in this feature's way: with `rest`, which has `values`."""
+    def masters(self, buffer: Buffer, values: Tensor) -> tuple[Plain, Rest] | None:
+        """Return the codec of parameters whose masters rest in this feature's way, and where these rest: `values`."""
 
     def tiers(self, assembly: Assembly) -> dict[str, Tier]:
         """Return the tiers of states that rest in this feature's, whatever `Offload` says."""
         return {}
 
-    def average(self, decay: float, engine: Any) -> MovingAverage | None:
+    def average(self, decay: float, engine: Engine) -> MovingAverage | None:
         """Make a moving average of an engine's weights."""
 
-    def batches(self, engine: Any, dataset: Any, settings: dict[str, Any], loader: dict[str, Any]) -> Batches | None:
+    def batches(self, engine: Engine, dataset: Any, settings: dict[str, Any], loader: dict[str, Any]) -> Batches | None:
         """Make the batches of an engine's run. loader: arguments of torch's `DataLoader`."""
 
-    def replay(self, engine: Any, work: Callable[..., Any], every: int) -> Replay | None:
+    def replay(self, engine: Engine, work: Callable[..., Any], every: int) -> Replay | None:
         """Make a function of an engine's micro-batches, of whose calls one in `every` is computed on two ranks."""
 
     def met(self, what: str, marks: Sequence[int]) -> None:
@@ -175,7 +178,7 @@ class Feature:
     def gathers(self, team: Team) -> Callable[[Team, Tensor, Bucket, str], Work] | None:
         """Return what gathers buckets of whose shards each rank has a part, as `Team.gather` does others."""
 
-    def subscriber(self, engine: Any) -> Subscriber | None:
+    def subscriber(self, engine: Engine) -> Subscriber | None:
         """Return what takes part in the backwards of an engine, if this feature does."""
 
 
@@ -203,9 +206,8 @@ def absent(name: str) -> UserError:
     )
 
 
-def first(hook: str, *args: Any) -> Any:
-    """Return the first answer that a feature has to a hook; None if none has any."""
-    answers = (getattr(feature, hook)(*args) for feature in features())
+def first(answers: Iterable[T | None]) -> T | None:
+    """Return the first of the features' answers to a hook that is one; None if none is."""
     return next((answer for answer in answers if answer is not None), None)
 
 

@@ -26,12 +26,13 @@ from torch import Tensor
 
 from ..device import Event as DeviceEvent
 from ..events import Event, Ledger, ends
-from ..hooks import first
+from ..hooks import features, first
 from ..layout.limits import room
 from ..layout.partition import Bucket
 from ..layout.stage import ALONE, Seat
 
 if TYPE_CHECKING:
+    from .replicate_axis import Column
     from .shared_memory import Exchange
 
 LENT = "lent"  # a state in the ledger: memory that this rank holds for others to read
@@ -124,13 +125,15 @@ class Team:
         self.size = seat.size
         self.memory: Exchange | None = None  # through which its ranks read each other's
         self.queued = False  # does a device's queue wait for collectives, and not a thread?
-        # Gathers a bucket of whose shards each rank has a part, as `gather(team, ...)` would others: see `levels.py`.
-        self.by_levels: Callable[[Any, Tensor, Bucket, str], Work]
+        # Gathers a bucket of whose shards each rank has a part: `features/two_level.py`.
+        self.by_levels: Callable[[Team, Tensor, Bucket, str], Work] | None = None
 
     @functools.cached_property
-    def column(self) -> Any:
-        """This rank's end of the ranks of its position in other replicas, if there are such that are summed."""
-        return first("column", self)
+    def column(self) -> Column:
+        """This rank's end of the ranks of its position in other replicas: asked for only where these are summed."""
+        found = first(each.column(self) for each in features())
+        assert found is not None
+        return found
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
         """Gather a whole bucket in place: each shard of `full` becomes that of its owner, on every rank."""

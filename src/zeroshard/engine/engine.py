@@ -134,7 +134,7 @@ class Engine:
     ) -> None:
         """Change the model and the optimizers; what fails in here is undone."""
         model, comm, precision, team = self.model, self.comm, self.precision, self.group.team
-        team.by_levels = first("gathers", team)
+        team.by_levels = first(each.gathers(team) for each in features())
         parts.reserve()
         parts.build(init, before)
         self.partition, self.seed, self.placements = parts.partition, parts.seed, parts.placements
@@ -147,7 +147,7 @@ class Engine:
         self.on_signal: dict[int, Callable[[], object]] = {}  # actions once all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
-        deliver = first("delivery", team) or (lambda *_: Delivery())
+        deliver = first(each.delivery(team) for each in features()) or (lambda *_: Delivery())
         self.reduction = Reduction(self.gradients, self.group, self.tier, comm, deliver)
         for buffer in self.buffers:
             if buffer.bucket.trainable:
@@ -192,8 +192,10 @@ class Engine:
 
     def _train(self, buffer: Buffer) -> None:
         """Enter a bucket whose parameters receive gradients."""
-        codec = first("message", buffer.bucket, self.asked) or Values(buffer.bucket, buffer.reduce_dtype)
-        division = first("division", buffer, self.asked) or Division()
+        codec = first(each.message(buffer.bucket, self.asked) for each in features()) or Values(
+            buffer.bucket, buffer.reduce_dtype
+        )
+        division = first(each.division(buffer, self.asked) for each in features()) or Division()
         self.reduction.add(Contribution(self.gradients.add(buffer), self.units[buffer.bucket.unit], codec, division))
 
     # --- what its parts ask of each other ---------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +40,12 @@ from ..engine.weights.guard import Saved, SavedItself, check_version
 from ..engine.weights.modes import outside
 from ..errors import UserError
 from ..events import HOST, NVME
-from ..hooks import Feature, first
+from ..hooks import Feature, features, first
 from ..tiers.tier import DeviceTier, Rest, Tier
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
+    from ..engine.engine import Engine
 
 STATE, STAGED = "activations", "staged activations"  # STAGED: in the buffers of their files
 SMALL = 1 << 10  # bytes; to move less than this saves nothing
@@ -122,7 +126,7 @@ class Activations(Subscriber):
     Graphs refer to it: it must not keep the engine alive.
     """
 
-    def __init__(self, engine: Any, rests: Tier) -> None:
+    def __init__(self, engine: Engine, rests: Tier) -> None:
         self.rests = rests
         self.device: DeviceTier = engine.tier
         self.ledger = engine.ledger
@@ -400,19 +404,19 @@ def _inputs(args: Any, kwargs: Any) -> list[weakref.ref[Tensor]]:
     return [weakref.ref(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
 
 
-class _Manifest(Feature):
+class ActivationsFeature(Feature):
     name = "activations in tiers"
     page = "memory.md#activations-in-host-memory-or-files"
 
-    def tier(self, name: str, assembly: Any, largest: dict[str, int], nbytes: int) -> Tier | None:
+    def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> Tier | None:
         # Files of their own: a disk that is full of activations says nothing about states.
         if name != STATE:
             return None
-        made: Any = first("tier", NVME, assembly, {STATE: 0}, 0)
+        made: Any = first(each.tier(NVME, assembly, {STATE: 0}, 0) for each in features())
         made.buffers = STAGED  # whose size only a forward tells: those of states are known before
         return made  # type: ignore[no-any-return]
 
-    def subscriber(self, engine: Any) -> Activations | None:
+    def subscriber(self, engine: Engine) -> Activations | None:
         if engine.offload.activations == "device":
             return None
         if len(engine.units) == 1:
@@ -428,4 +432,4 @@ class _Manifest(Feature):
         return moved
 
 
-FEATURE = _Manifest()
+FEATURE = ActivationsFeature()

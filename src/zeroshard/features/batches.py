@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ..engine.weights.guard import weak
 from ..errors import StateError, UserError
 from ..hooks import Feature
 from ..rng import drawing
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 _SAME = "seed", "per_step", "size", "shuffle", "drop_last", "reseed", "samples"  # where a run goes on
 _OURS = {"batch_size", "sampler", "batch_sampler", "shuffle", "drop_last", "generator", "in_order"}  # of DataLoader
@@ -316,11 +319,11 @@ class Divided(Subscriber):
             self.batches.pass_over()
 
 
-class _Manifest(Feature):
+class BatchesFeature(Feature):
     name = "batches for any number of ranks"
     page = "guide.md#data-at-any-number-of-ranks"
 
-    def batches(self, engine: Any, dataset: Any, settings: dict[str, Any], loader: dict[str, Any]) -> Batches:
+    def batches(self, engine: Engine, dataset: Any, settings: dict[str, Any], loader: dict[str, Any]) -> Batches:
         made: list[Batches] = []
         before: Batches | None = engine.batches
 
@@ -342,4 +345,4 @@ class _Manifest(Feature):
         return made[0]
 
 
-FEATURE = _Manifest()
+FEATURE = BatchesFeature()

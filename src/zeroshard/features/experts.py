@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from ..engine.weights.unit import Managed, matching
 from ..errors import UserError
 from ..hooks import Feature
 from ..layout.partition import Layout
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
 
 
 def parameters_along(managed: Sequence[Managed], layout: Layout) -> set[str]:
@@ -66,14 +69,14 @@ def check_rows(optimizer: Any, rows: Sequence[tuple[str, int]]) -> None:
         )
 
 
-class _Manifest(Feature):
+class ExpertsFeature(Feature):
     name = "experts"
     page = "meshes.md"
 
     def axes(self, managed: Sequence[Managed], layout: Layout) -> dict[str, str]:
         return dict.fromkeys(parameters_along(managed, layout), layout.axis)
 
-    def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse optimizers that need more of a tensor than a rank's rows."""
         if assembly.group.axis_team.seat.parts == 1:
             return
@@ -90,4 +93,4 @@ class _Manifest(Feature):
             check_rows(optimizer, [(name, numel[name]) for name in trained if name in numel])
 
 
-FEATURE = _Manifest()
+FEATURE = ExpertsFeature()

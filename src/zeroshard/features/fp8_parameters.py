@@ -335,7 +335,7 @@ def follow_edits(found: list[E4M3], write_from: int | None) -> None:
         buffer.land()
 
 
-class _Manifest(Feature):
+class Fp8ParametersFeature(Feature):
     name = "parameters in 8 bits"
     page = "precision.md#parameters-in-8-bits"
     kernels = "fused_fp8"
@@ -354,4 +354,4 @@ class _Manifest(Feature):
         return {codec.buffer.bucket.index for codec in found}
 
 
-FEATURE = _Manifest()
+FEATURE = Fp8ParametersFeature()

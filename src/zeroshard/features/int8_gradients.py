@@ -56,7 +56,7 @@ class Codes:
         return int8.Coded(piece)
 
 
-class _Manifest(Feature):
+class Int8GradientsFeature(Feature):
     name = "gradients in 8 bits"
     page = "precision.md#gradients-in-8-bits"
     kernels = "fused_int8"
@@ -69,4 +69,4 @@ class _Manifest(Feature):
         return Codes(bucket) if settings.reduce == "int8" else None
 
 
-FEATURE = _Manifest()
+FEATURE = Int8GradientsFeature()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ..errors import StateError, UserError
 from ..hooks import Feature
 from ..layout.partition import Slot
 from ..tiers.tier import Part
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 EXCHANGING = "exchanging weights and averages"  # a meeting
 
@@ -147,11 +150,11 @@ class _Averaging(Subscriber):
             self._average.refuse_swapped(what)
 
 
-class _Manifest(Feature):
+class MovingAverageFeature(Feature):
     name = "the moving average"
     page = "guide.md#weights"
 
-    def average(self, decay: float, engine: Any) -> MovingAverage:
+    def average(self, decay: float, engine: Engine) -> MovingAverage:
         optimizers = [binding.optimizer for binding in engine.bindings]
         made = MovingAverage(decay, engine.buffers, engine.schedule, optimizers, weak(engine.meet_for_checkpoint))
         engine.reduction.subscribers.append(_Averaging(made))
@@ -166,4 +169,4 @@ class _Manifest(Feature):
             )
 
 
-FEATURE = _Manifest()
+FEATURE = MovingAverageFeature()

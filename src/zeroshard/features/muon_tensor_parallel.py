@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,10 @@ from ..events import Ledger
 from ..hooks import Feature
 from ..layout.partition import WHOLE
 from ..policies.incompatible import rejoined_in_backward
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
+    from ..engine.engine import Engine
 
 _PROBE = (5, 7)  # sides of a matrix that shows which states an optimizer keeps: no two states are alike by chance
 _ELSE = "an elementwise optimizer for it, such as AdamW, beside this one for the others: shard(model, [muon, adamw])"
@@ -143,7 +147,7 @@ def _dim(fragment: Fragment) -> int | None:
     return None if dim < 0 else dim
 
 
-class _Manifest(Feature):
+class MuonTensorParallelFeature(Feature):
     name = "Muon beside tensor parallelism"
     page = "meshes.md#tensor-parallelism"
 
@@ -153,7 +157,7 @@ class _Manifest(Feature):
         states_of_elements(optimizer)
         return True
 
-    def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse updates in backward: its messages and those of the update are on the same axis, in no common order."""
         cut = {
             id(record.param): record.name for record in assembly.managed if id(record.param) in assembly.tensors.cuts
@@ -163,11 +167,11 @@ class _Manifest(Feature):
             if found and _takes_whole(optimizer):
                 raise rejoined_in_backward(type(optimizer).__name__, found[0])
 
-    def ready(self, engine: Any) -> None:
+    def ready(self, engine: Engine) -> None:
         for binding in engine.bindings if engine.tensors.made is not None else ():
             if _takes_whole(binding.optimizer):
                 binding.alone.around = around = Rejoined(binding.optimizer, engine.tensors, engine.ledger)
                 around.ask(binding)
 
 
-FEATURE = _Manifest()
+FEATURE = MuonTensorParallelFeature()

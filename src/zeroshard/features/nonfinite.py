@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from ..engine.gradients.subscriber import Subscriber
 from ..engine.weights.buffer import Buffer
 from ..errors import NotFiniteError
 from ..hooks import Feature
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 IN_A_ROW = 10  # skipped steps after which every further ten are warned of
 log = logging.getLogger("zeroshard")
@@ -220,12 +223,12 @@ class Finite(Subscriber):
                 log.warning("%d steps in a row were skipped: this model is not training", self._in_a_row)
 
 
-class _Manifest(Feature):
+class NonfiniteFeature(Feature):
     name = "the search for NaN, and the count of steps passed over"
     page = "precision.md"
 
-    def subscriber(self, engine: Any) -> Finite:
+    def subscriber(self, engine: Engine) -> Finite:
         return Finite(engine.group, engine.asked.nonfinite)
 
 
-FEATURE = _Manifest()
+FEATURE = NonfiniteFeature()

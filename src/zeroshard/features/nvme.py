@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,9 @@ from ..hooks import Feature
 from ..layout.limits import BUFFERS, aligned
 from ..policies.offload import Offload
 from ..tiers.tier import Rest, Tier, pages
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
 
 BLOCK = 4 << 20  # bytes that one system call moves
 _MAKE_HOLE = 3  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE in linux/falloc.h
@@ -451,15 +454,15 @@ class FileRest(Rest):
         return all(digest(view[at : at + BLOCK]) == found for at, found in self.digests.items())
 
 
-class _Manifest(Feature):
+class NvmeFeature(Feature):
     name = "states in files"
     page = "offload.md"
 
-    def tier(self, name: str, assembly: Any, largest: dict[str, int], nbytes: int) -> NvmeTier | None:
+    def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> NvmeTier | None:
         group = assembly.group
         if name != NVME:
             return None
         return NvmeTier(assembly.offload, group.rank, group.device, group.ledger, largest, nbytes)
 
 
-FEATURE = _Manifest()
+FEATURE = NvmeFeature()

@@ -10,7 +10,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from ..events import SHARED, Ledger
 from ..hooks import Feature
 from ..layout.partition import Bucket
 from ..tiers.tier import OnDevice, Rest, Tier
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
 
 
 class OneCopy(OnDevice):
@@ -116,11 +119,11 @@ class OnceTier(Tier):
         return rest
 
 
-class _Manifest(Feature):
+class OnceFeature(Feature):
     name = "one copy per host"
     page = "offload.md"
 
-    def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuse it if several teams have parts of the parameters, or off the CPU."""
         if not assembly.offload.once:
             return
@@ -134,8 +137,8 @@ class _Manifest(Feature):
                 instead="Offload()",
             )
 
-    def tier(self, name: str, assembly: Any, largest: dict[str, int], nbytes: int) -> OnceTier | None:
+    def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> OnceTier | None:
         return OnceTier(assembly.group.team, assembly.group.ledger) if name == SHARED else None
 
 
-FEATURE = _Manifest()
+FEATURE = OnceFeature()

@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,10 @@ from ..engine.weights.transaction import Transaction
 from ..errors import StateError, TierError, UserError
 from ..hooks import Feature
 from ..tiers.tier import DeviceTier, OnDevice, Rest, Tier
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
+    from ..engine.engine import Engine
 
 _LOOP = "loss.backward(); optimizer.step(); optimizer.zero_grad()"
 _ELSE = "or shard(...) without optimizer_in_backward=True"
@@ -358,21 +362,21 @@ def _note_scaled(grad: Tensor) -> None:
     _scaled.append(torch._C._current_graph_task_id())
 
 
-class _Manifest(Feature):
+class OptimizerInBackwardFeature(Feature):
     name = "the optimizer in backward"
     page = "memory.md#the-optimizer-in-backward"
 
-    def check(self, assembly: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if assembly.asked.in_backward:
             check_in_backward([*optimizers])
 
-    def tiers(self, assembly: Any) -> dict[str, Tier]:
+    def tiers(self, assembly: Assembly) -> dict[str, Tier]:
         return {"gradients": PassingTier(assembly.tier)} if assembly.asked.in_backward else {}
 
-    def subscriber(self, engine: Any) -> InBackward | None:
+    def subscriber(self, engine: Engine) -> InBackward | None:
         if not engine.asked.in_backward:
             return None
         return InBackward(engine.bindings, engine.gradients, engine.schedule, weak(engine.check_edits))
 
 
-FEATURE = _Manifest()
+FEATURE = OptimizerInBackwardFeature()

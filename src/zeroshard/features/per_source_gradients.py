@@ -72,7 +72,7 @@ class Apart(Division):
         return found.unbind(0)
 
 
-class _Manifest(Feature):
+class PerSourceGradientsFeature(Feature):
     name = "gradients source by source"
     page = "meshes.md"
 
@@ -81,4 +81,4 @@ class _Manifest(Feature):
         return Apart(sources) if settings.apart and sources > 1 else None
 
 
-FEATURE = _Manifest()
+FEATURE = PerSourceGradientsFeature()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +13,9 @@ from ..engine.step.schedule import Schedule
 from ..engine.weights.modes import outside, transformed
 from ..engine.weights.unit import Unit
 from ..hooks import Feature
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 
 def recompute(unit: Unit, schedule: Schedule) -> None:
@@ -69,14 +72,14 @@ class _Segment:
             schedule.saved.pop()
 
 
-class _Manifest(Feature):
+class RecomputeFeature(Feature):
     name = "recompute"
     page = "memory.md#recomputed-activations"
 
-    def ready(self, engine: Any) -> None:
+    def ready(self, engine: Engine) -> None:
         for unit in engine.units:
             if unit.recomputed:
                 recompute(unit, engine.schedule)
 
 
-FEATURE = _Manifest()
+FEATURE = RecomputeFeature()

@@ -176,7 +176,7 @@ def _of_parts(accumulator: Accumulator, scratch: Scratch[Tensor], running: Tenso
     return found
 
 
-class _Manifest(Feature):
+class RelayFeature(Feature):
     name = "replicas"
     page = "meshes.md"
 
@@ -192,4 +192,4 @@ class _Manifest(Feature):
         return relayed if team.seat.summed > 1 else None
 
 
-FEATURE = _Manifest()
+FEATURE = RelayFeature()

@@ -21,7 +21,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from ..errors import CorruptionError, PeerError, UserError
 from ..hooks import Feature
 from ..policies.incompatible import refuse
 from ..rng import parsed_rng, restore_rng, rng_states
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 MOST = 8  # micro-batches that are computed again in one replay
 PIECES = 256  # of a tensor, each with a digest of its own
@@ -309,7 +312,7 @@ class Replay:
     every rank.
     """
 
-    def __init__(self, engine: Any, work: Callable[..., Any], every: int) -> None:
+    def __init__(self, engine: Engine, work: Callable[..., Any], every: int) -> None:
         group = engine.group
         refuse(engine.asked._replace(replay=True, tensor_parallel=group.sources != group.ranks))
         if not callable(work) or type(every) is not int or every < 1:
@@ -448,8 +451,8 @@ class Replay:
         group = self._engine.group
         number = (self.calls - 1) // self.every  # of numbers that all ranks have compared: `replays` is none of them
         with group.as_one():
-            told = group.poll("replaying", group.number("replay"), message.numel())
-            sizes = [size for (size,) in told] * (group.ranks // len(told))
+            polled = group.poll("replaying", group.number("replay"), message.numel())
+            sizes = [size for (size,) in polled] * (group.ranks // len(polled))
         whose = subjects(group.ranks, number)
         tables = {-1: own}
         # Of each owner: (rank, turn, digest) of all that computed its micro-batch; turn -1: as it was trained with.
@@ -559,13 +562,13 @@ def _error(found: list[Corruption], ranks: int) -> CorruptionError:
     return error
 
 
-class _Manifest(Feature):
+class ReplayFeature(Feature):
     name = "replays against silent data corruption"
     page = "replay.md"
 
-    def replay(self, engine: Any, work: Callable[..., Any], every: int) -> Replay:
+    def replay(self, engine: Engine, work: Callable[..., Any], every: int) -> Replay:
         engine.schedule.recover()
         return Replay(engine, work, every)
 
 
-FEATURE = _Manifest()
+FEATURE = ReplayFeature()

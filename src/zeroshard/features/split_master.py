@@ -280,7 +280,7 @@ def _report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
             return
 
 
-class _Manifest(Feature):
+class SplitMasterFeature(Feature):
     name = "split masters"
     page = "decisions/split-masters.md"
     kernels = "fused_split"
@@ -289,8 +289,11 @@ class _Manifest(Feature):
         halves = _divides_masters(assembly.precision, assembly.partition, assembly.placements, assembly.offload)
         check_by_bucket(optimizers if halves else ())
 
-    def masters(self, buffer: Buffer, values: Tensor) -> SplitOf | None:
-        return SplitOf(buffer, values) if buffer.masters is Master.SPLIT else None
+    def masters(self, buffer: Buffer, values: Tensor) -> tuple[Plain, Rest] | None:
+        if buffer.masters is not Master.SPLIT:
+            return None
+        made = SplitOf(buffer, values)
+        return made, made.rest
 
     def check_edits(self, buffers: Sequence[Buffer], group: Group) -> None:
         _report_lost_edits(buffers, group)
@@ -307,4 +310,4 @@ class _Manifest(Feature):
                 codec.forget_kept()
 
 
-FEATURE = _Manifest()
+FEATURE = SplitMasterFeature()

@@ -78,7 +78,7 @@ class Later(Work):
         super().wait()
 
 
-class _Manifest(Feature):
+class TwoLevelFeature(Feature):
     name = "hosts"
     page = "hosts.md"
 
@@ -106,4 +106,4 @@ def _gather(levels: Levels | None, team: Team, full: Tensor, bucket: Bucket, sta
         return launch()
 
 
-FEATURE = _Manifest()
+FEATURE = TwoLevelFeature()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from inspect import unwrap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ from ..errors import UserError
 from ..hooks import Feature, features
 from ..layout.partition import BLOCK
 from .fusion import COUNT, FOLDS, READ, WARP, WORDS, Case, Function, Kernels, fold_cases, fold_line, fold_name, numbers
+
+if TYPE_CHECKING:
+    from ..engine.build.assembly import Assembly
+    from ..engine.engine import Engine
 
 log = logging.getLogger("zeroshard")
 VARIABLE = "ZEROSHARD_KERNELS"
@@ -211,14 +215,14 @@ def _made(device: torch.device) -> Fused | None:
     return made
 
 
-class _Manifest(Feature):
+class FusedFeature(Feature):
     name = "fused kernels"
     page = "gpus.md"
 
-    def check(self, assembly: Any, optimizers: Any) -> None:
+    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         _told()
 
-    def ready(self, engine: Any) -> None:
+    def ready(self, engine: Engine) -> None:
         device, told = engine.group.device, _told()
         wanted = asynchronous(device) and (told == "1" or (not told and architecture(device) in RAN))
         if not wanted or device in _devices or simulated(torch.empty(0, device=device)):
@@ -228,4 +232,4 @@ class _Manifest(Feature):
             stand_ins.update({(name, device): call for name, call in made.stand_ins.items()})
 
 
-FEATURE = _Manifest()
+FEATURE = FusedFeature()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from ..arithmetic.sums import average_, fold, reseed_, running_dtype, simulated
 from ..device import asynchronous
 from ..hooks import Feature
 from ..layout.partition import BLOCK
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
 
 
 def launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int, order: float = 2.0) -> None:
@@ -35,11 +38,11 @@ def launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int
     pieces[0].copy_(total).copy_(pieces[0].clone()).zero_()  # the cast of a master, and a gradient as it is sent
 
 
-class _Manifest(Feature):
+class WarmUpFeature(Feature):
     name = "kernels loaded before messages wait for them"
     page = "gpus.md"
 
-    def ready(self, engine: Any) -> None:
+    def ready(self, engine: Engine) -> None:
         group = engine.group
         if not asynchronous(group.device):
             return
@@ -50,4 +53,4 @@ class _Manifest(Feature):
                 launch_once(like, sent, master, group.sources)
 
 
-FEATURE = _Manifest()
+FEATURE = WarmUpFeature()

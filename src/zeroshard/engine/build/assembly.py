@@ -124,7 +124,7 @@ class Assembly:
             names, policies = [unit.name for unit in found], (self.precision, layout, comm, self.offload)
             facts = describe(self.model, self.managed, names, optimizers, policies, self.group.device)
             facts |= self.asked.told
-            facts[OWN] = first("budgets", self)
+            facts[OWN] = first(each.budgets(self) for each in features())
         except Exception as error:
             problem = error
         told = ask_all(self.group, facts, problem)
@@ -139,17 +139,17 @@ class Assembly:
             unit.borrows = [self.units[other] for other in others]
         self.group.progress.units = [self.units[bucket.unit].name or "the model" for bucket in self.partition.buckets]
         self.told = True  # what is refused now, every rank refuses
-        if (offload := first("offload", self, optimizers, [each[OWN] for each in told])) is not None:
+        if (offload := first(each.offload(self, optimizers, [each[OWN] for each in told]) for each in features())) is not None:
             self.offload = offload
             self.asked = self.asked._replace(gradients=gradients_of(offload), files=offload.in_files)
             check_present(self.asked)
         self.told = False
 
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
-        specs, axes = [], first("axes", self.managed, layout) or {}
+        specs, axes = [], first(each.axes(self.managed, layout) for each in features()) or {}
         matching(self.managed, self.precision.keep, "Precision.keep")
         stacks = stacked({r.name: (r.names, tuple(r.param.shape)) for r in self.managed}, layout)
-        fp8 = first("chosen", self.managed, self.precision) or ()
+        fp8 = first(each.chosen(self.managed, self.precision) for each in features()) or ()
         for r in self.managed:
             kept = self.precision.keeps(r.names)
             dtype = self.precision.of(kept=kept).param(r.param.dtype)
@@ -189,7 +189,9 @@ class Assembly:
             block = Together(group, lambda told: PeerError(what, got="; ".join(told)), own=True)
             try:
                 with block:
-                    self.tiers[name] = first("tier", name, self, largest, nbytes)
+                    made = first(each.tier(name, self, largest, nbytes) for each in features())
+                    assert made is not None, name  # `check_present` has refused it
+                    self.tiers[name] = made
             finally:
                 self.told = block.told
 
@@ -225,7 +227,7 @@ class Assembly:
                 for feature in features():
                     tiers |= feature.tiers(self)
                 align, placed = self.partition.align, self.placements
-                codec = first("codec", self, bucket) or Plain
+                codec = first(each.codec(self, bucket) for each in features()) or Plain
                 where = self.group, self.tier, tiers, self.saved
                 buffer = Buffer(bucket, params, align, placed, self.precision, *where, codec=codec, native=self.native)
                 for index, param in enumerate(params):

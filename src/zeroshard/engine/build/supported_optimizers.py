@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UserError
-from ...hooks import first
+from ...hooks import features, first
 from ...layout.partition import WHOLE, Layout, Partition, together
 from ...layout.stacked import stacked
 from ...layout.stage import Degree
@@ -349,7 +349,7 @@ def check_parts(optimizer: Any, parted: list[str]) -> None:
 
     parted: the names of its parameters that tensor parallelism has cut.
     """
-    if parted and block_of(optimizer) != 1 and not first("rejoins", optimizer):
+    if parted and block_of(optimizer) != 1 and not first(each.rejoins(optimizer) for each in features()):
         raise UserError(
             "this optimizer may not update each element by itself, and of some tensors a rank has a part",
             where=f"{type(optimizer).__name__}, parameter {parted[0]!r} is cut by tensor parallelism",

@@ -22,7 +22,7 @@ from ...comm.transport import Work
 from ...device import TO_THE_HOST, given, users
 from ...errors import StateError, UserError
 from ...events import ends
-from ...hooks import first
+from ...hooks import features, first
 from ...layout.partition import Bucket, Slot
 from ...layout.shard_dim import Among, Strips
 from ...layout.stage import SAVED, STATES, Degree, Placements
@@ -192,9 +192,9 @@ class Buffer:
 
     def _make_master(self, values: Tensor) -> None:
         degree = self.placements.optimizer
-        if (codec := first("masters", self, values)) is not None:
-            self.codec = codec
-            self.master = Flat(self.bucket, self.group, codec.rest, self.formats.master, degree, "master")
+        if (found := first(each.masters(self, values) for each in features())) is not None:
+            self.codec, rest = found
+            self.master = Flat(self.bucket, self.group, rest, self.formats.master, degree, "master")
             self.edits.mark_followed()
             return
         self.master = self.reserve("master", self.formats.master, degree)

@@ -154,6 +154,7 @@ class Flat:
         if self.by_part:
             self._complete(whole[slice(*self.bucket.shard(self.team.position))])
         elif self.degree is Degree.ALL:
+            assert self.team.by_levels is not None  # two levels are a feature, which is here
             return self.team.by_levels(self.team, whole, self.bucket, self.state)
         return self.team.gather(whole, self.bucket, self.state)
 

@@ -25,7 +25,8 @@ import torch
 from zeroshard.checkpoint import parts
 from zeroshard.checkpoint.files import BLOCK, canonical, write_manifest
 from zeroshard.checkpoint.manifest import FORMAT, IN_PARTS, Saved, check_loads
-from zeroshard.layout.partition import Bucket, Layout, Slot, Spec, partition
+from zeroshard.layout.partition import Bucket, Slot, Spec, partition
+from zeroshard.policies.layout import Layout
 
 STATES = ("value", "exp_avg", "exp_avg_sq")
 SHAPES = {  # of a layer

@@ -44,8 +44,9 @@ from zeroshard.engine.weights.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.features.relay import Relay
-from zeroshard.layout.partition import Layout, Spec, partition
+from zeroshard.layout.partition import Spec, partition
 from zeroshard.layout.stage import seat
+from zeroshard.policies.layout import Layout
 
 VIEWS = {"slice", "view", "_unsafe_view", "unbind", "detach", "alias", "as_strided", "select", "unsqueeze"}
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero"}

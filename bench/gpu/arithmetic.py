@@ -17,7 +17,8 @@ from torch import Tensor
 from zeroshard.arithmetic import exact_norms, fp8, int8, split_bits, sums
 from zeroshard.cli import reference
 from zeroshard.kernels import fused
-from zeroshard.layout.partition import Layout, Spec, partition
+from zeroshard.layout.partition import Spec, partition
+from zeroshard.policies.layout import Layout
 
 from .place import compiler_of
 from .record import Record, Wrong, each

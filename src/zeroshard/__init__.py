@@ -25,18 +25,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import Zero as Zero
     from .api import shard as shard
-    from .arithmetic.sums import Precision as Precision
     from .errors import Error as Error
     from .features.per_source_gradients import apart as apart
     from .integrations.settings import settings as settings
     from .integrations.weights import load as load
-    from .layout.partition import Layout as Layout
     from .planner.plan import plan as plan
     from .planner.question import Machine as Machine
     from .planner.question import Model as Model
     from .planner.question import Step as Step
     from .policies.comm import Comm as Comm
+    from .policies.layout import Layout as Layout
     from .policies.offload import Offload as Offload
+    from .policies.precision import Precision as Precision
     from .runlog.record import RunLog as RunLog
     from .worlds.world import world as world
 
@@ -46,11 +46,11 @@ EXTRA = "torch", "numpy", "safetensors"  # what `pip install "zeroshard[torch]"`
 _HOME = {
     "Comm": "policies.comm",
     "Error": "errors",
-    "Layout": "layout.partition",
+    "Layout": "policies.layout",
     "Machine": "planner.question",
     "Model": "planner.question",
     "Offload": "policies.offload",
-    "Precision": "arithmetic.sums",
+    "Precision": "policies.precision",
     "RunLog": "runlog.record",
     "Step": "planner.question",
     "Zero": "api",

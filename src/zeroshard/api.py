@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from .arithmetic.sums import Precision
 from .checkpoint import loading, saving
 from .checkpoint.content import model_state
 from .checkpoint.files import absolute
@@ -32,10 +31,12 @@ from .engine.weights.modes import refuse_inside, unseen
 from .errors import StateError, UserError, nearest, without_own_lines
 from .events import Event, Ledger, Record
 from .hooks import absent, features, first
-from .layout.partition import Bucket, Layout, Slot
+from .layout.partition import Bucket, Slot
 from .layout.stage import Placements
 from .policies.comm import Comm, Simulated
+from .policies.layout import Layout
 from .policies.offload import Offload
+from .policies.precision import Precision
 from .rng import drawing
 from .validation import check_flag
 

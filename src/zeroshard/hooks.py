@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .arithmetic.sums import Precision
     from .comm.agreement import Group
     from .comm.groups import Wanted
     from .comm.reduce_pipeline import Scratch
@@ -60,10 +59,12 @@ if TYPE_CHECKING:
     from .features.batches import Batches
     from .features.moving_average import MovingAverage
     from .features.replay import Replay
-    from .layout.partition import Bucket, Layout
+    from .layout.partition import Bucket
     from .layout.stage import Seat
     from .policies.incompatible import Settings
+    from .policies.layout import Layout
     from .policies.offload import Offload
+    from .policies.precision import Precision
     from .tiers.tier import Rest, Tier
 
 T = TypeVar("T")

@@ -42,7 +42,8 @@ from torch import Tensor, nn
 from .arithmetic.sums import LOW, average_
 from .errors import UserError
 from .layout import partition as arithmetic
-from .layout.partition import Layout, Spec
+from .layout.partition import Spec
+from .policies.layout import Layout
 
 
 def shard(

@@ -10,7 +10,8 @@ from zeroshard.cli import gates
 from zeroshard.cli.config import Precision, Transport
 from zeroshard.cli.main import app
 from zeroshard.cli.question import Question
-from zeroshard.layout.partition import BUCKET_MIB, Layout
+from zeroshard.layout.partition import BUCKET_MIB
+from zeroshard.policies.layout import Layout
 
 OPTIONS = {
     "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-activations offload-gradients offload-optimizer "

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..arithmetic.digests import raw
 from ..arithmetic.hashing import digest
-from ..arithmetic.sums import Precision, dense
+from ..arithmetic.sums import dense
 from ..comm.agreement import Group
 from ..engine.build.supported_optimizers import block_of, check_named
 from ..engine.step.fragment import Fragment, fixed_shapes, is_like, per_element
@@ -30,6 +30,7 @@ from ..errors import CheckpointError
 from ..layout.partition import Bucket, Slot, plain_name
 from ..layout.shard_dim import ONE_STRIP, Elements, Strips
 from ..layout.states import placements
+from ..policies.precision import Precision
 from ..tiers.tier import DeviceTier, OnDevice, Part
 from .dtypes import DTYPES
 from .listed import Here, relist

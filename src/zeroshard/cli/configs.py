@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from zeroshard.arithmetic.sums import Precision
 from zeroshard.cli.config import PLACED, places, planned_offload
 from zeroshard.cli.policies import given_of, precision_of
 from zeroshard.integrations.config_export import SYSTEMS, export
 from zeroshard.integrations.settings import Settings, settings
-from zeroshard.layout.partition import Layout
 from zeroshard.planner.options import ARGUMENTS
 from zeroshard.planner.recipes import recipe
 from zeroshard.policies.comm import Comm
+from zeroshard.policies.layout import Layout
+from zeroshard.policies.precision import Precision
 
 WORDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "bf16"}  # fp16 has as many bytes as bf16
 

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from zeroshard.cli.config import InputError, Precision
 from zeroshard.errors import UserError, nearest
-from zeroshard.layout.partition import Layout
 from zeroshard.planner.options import ARGUMENTS, OPTIONS
 from zeroshard.policies.comm import Comm
+from zeroshard.policies.layout import Layout
 
 if TYPE_CHECKING:
-    from zeroshard.arithmetic import sums
+    from zeroshard.policies import precision
 
 NAMES = {*OPTIONS, *ARGUMENTS, "precision"}  # of all options that a policy has
 
 
-def precision_of(word: str | None, grad_dtype: str | None = None, fp8: str | None = None) -> sums.Precision | None:
+def precision_of(word: str | None, grad_dtype: str | None = None, fp8: str | None = None) -> precision.Precision | None:
     """Make the `Precision` of --precision, --grad-dtype and --fp8; None where none asks for anything.
 
     "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast; "bf16-split":
@@ -43,10 +43,10 @@ def precision_of(word: str | None, grad_dtype: str | None = None, fp8: str | Non
         return None
     import torch
 
-    from zeroshard.arithmetic import sums
+    from zeroshard.policies import precision
 
     low = computed == "bf16"
-    return sums.Precision(
+    return precision.Precision(
         param_dtype=torch.bfloat16 if low else None,
         grad_dtype=None if grad_dtype is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[grad_dtype],
         cast_inputs=low,

@@ -15,18 +15,18 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from ..arithmetic.sums import Precision
 from ..comm.agreement import Group
 from ..comm.mesh import connect
 from ..device import asynchronous
 from ..errors import PeerError, StateError, UserError
 from ..events import Ledger
 from ..hooks import check_present, editing, features, first
-from ..layout.partition import Layout
 from ..layout.states import placements
 from ..policies.comm import Comm
 from ..policies.incompatible import refuse, settings
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from .build.assembly import Assembly
 from .build.consistency import Alike, joined
 from .build.preflight import Structure, check_trained, refuse_wrapper

@@ -12,9 +12,9 @@ import torch
 
 import zeroshard
 
-from ..arithmetic.sums import Precision
 from ..engine.gradients.reduction import UNHURRIED
 from ..planner.simulate import PASSING, STEPS, simulate
+from ..policies.precision import Precision
 from . import stacked_mlp
 from .recording import MESSAGES
 

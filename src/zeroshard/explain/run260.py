@@ -10,13 +10,13 @@ import torch
 
 import zeroshard
 
-from ..arithmetic.sums import Precision
 from ..cli.reference import accumulate
 from ..engine.gradients.reduction import UNHURRIED
-from ..layout.partition import Layout
 from ..layout.stage import STAGES
 from ..planner import predict_states
 from ..planner.simulate import STEPS as SETTLED
+from ..policies.layout import Layout
+from ..policies.precision import Precision
 from . import transformer260
 from .document import matrix, numbers, plain
 from .observe import Observer, ticking

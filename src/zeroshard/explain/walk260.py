@@ -13,9 +13,9 @@ import torch
 
 import zeroshard
 
-from ..layout.partition import Layout
 from ..layout.stage import STAGES
 from ..planner.recipes import PRESETS
+from ..policies.layout import Layout
 from . import transformer260
 from .document import matrix
 from .frames import backward_frames

@@ -12,10 +12,10 @@ import torch
 
 import zeroshard
 
-from ..arithmetic.sums import Precision
-from ..layout.partition import Layout
 from ..layout.stage import STAGES
 from ..planner import predict_states
+from ..policies.layout import Layout
+from ..policies.precision import Precision
 from . import four_weights
 from .document import numbers
 from .four_weights import LEARNING_RATE, SAMPLES, WEIGHTS

@@ -14,13 +14,13 @@ from torch import Tensor
 
 import zeroshard
 
-from ..arithmetic.sums import Precision
-from ..layout.partition import Layout
 from ..layout.stage import STAGES
 from ..planner import closed, traffic
 from ..planner.quantities import number, plain
 from ..planner.recipes import PRESETS, Recipe
 from ..planner.texts import b as text_b
+from ..policies.layout import Layout
+from ..policies.precision import Precision
 from .document import numbers
 from .observe import Observer, ticking
 from .recording import MESSAGES, Told, layout_json, one_step, together

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 
-from ..arithmetic.sums import Precision
 from ..engine.gradients.reduction import UNHURRIED
-from ..layout.partition import Layout
 from ..policies.comm import Comm
+from ..policies.layout import Layout
+from ..policies.precision import Precision
 from . import run
 from .observe import ticking
 from .recording import MESSAGES

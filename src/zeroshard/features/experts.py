@@ -16,7 +16,7 @@ from ..engine.step.fragment import updated
 from ..engine.weights.unit import Managed, matching
 from ..errors import UserError
 from ..hooks import Feature
-from ..layout.partition import Layout
+from ..policies.layout import Layout
 
 if TYPE_CHECKING:
     from ..engine.build.assembly import Assembly

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arithmetic import fp8
-from ..arithmetic.sums import COMPUTED, Precision, same_bits, simulated
+from ..arithmetic.sums import same_bits, simulated
 from ..engine.weights.buffer import Buffer
 from ..engine.weights.codec import Plain
 from ..engine.weights.gathered import alias
@@ -29,6 +29,7 @@ from ..errors import StateError, TierError, UserError
 from ..events import ends
 from ..hooks import Feature
 from ..layout.partition import Bucket
+from ..policies.precision import COMPUTED, Precision
 
 if TYPE_CHECKING:
     from ..engine.build.assembly import Assembly

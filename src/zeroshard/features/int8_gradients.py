@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import int8
-from ..arithmetic.sums import COMPUTED
 from ..errors import UserError
 from ..hooks import Feature
 from ..layout.partition import BLOCK, Bucket, Partition
 from ..policies.incompatible import Settings
+from ..policies.precision import COMPUTED
 
 if TYPE_CHECKING:
     from ..engine.build.assembly import Assembly

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.split_bits import join_, split_
-from ..arithmetic.sums import Precision
 from ..comm.agreement import Group
 from ..device import ask, blank
 from ..engine.build.supported_optimizers import check_by_bucket
@@ -32,6 +31,7 @@ from ..layout.partition import Partition
 from ..layout.stage import Placements
 from ..layout.states import SPLIT_BITS, Master, master_of
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from ..tiers.tier import DeviceTier, Rest, Tier
 
 if TYPE_CHECKING:

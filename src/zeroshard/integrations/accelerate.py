@@ -21,13 +21,13 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from .. import api
-from ..arithmetic.sums import Precision
 from ..engine.build.supported_optimizers import unwrapped
 from ..engine.weights.unit import on_meta
 from ..errors import StateError, UserError
-from ..layout.partition import Layout
 from ..policies.comm import Comm
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from .common import FOLDER, OWN, refuse_misspelt, whole_state
 from .weights import load
 

@@ -23,11 +23,11 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import Tensor, nn
 
 from .. import api
-from ..arithmetic.sums import Precision
 from ..errors import StateError, UserError
-from ..layout.partition import Layout
 from ..policies.comm import Comm
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from .common import FOLDER, OWN, params_of, refuse_misspelt, whole_state
 
 REST = "fabric.ckpt"  # in a checkpoint's folder, beside one folder of zero.save for each module

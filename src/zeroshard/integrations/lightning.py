@@ -23,12 +23,12 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 from .. import api
-from ..arithmetic.sums import Precision
 from ..engine.weights.unit import on_meta
 from ..errors import CheckpointError, StateError
-from ..layout.partition import Layout
 from ..policies.comm import Comm
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from .common import FOLDER, OWN, params_of, refuse_misspelt, whole_state
 
 REST = "lightning.ckpt"  # in a checkpoint's folder, beside FOLDER

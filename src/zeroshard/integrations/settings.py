@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ..arithmetic.sums import Precision
 from ..errors import UserError, check_local, nearest
-from ..layout.partition import Layout
 from ..policies.comm import Comm
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from .config_keys import ACCELERATE, DEEPSPEED
 from .config_values import AUTO, Draft, Key
 

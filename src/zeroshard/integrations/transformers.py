@@ -22,12 +22,12 @@ from torch import nn
 from transformers import Trainer
 
 from ..api import Zero
-from ..arithmetic.sums import Precision
 from ..engine.weights.unit import on_meta
 from ..errors import CheckpointError, StateError, UserError
-from ..layout.partition import Layout
 from ..policies.comm import Comm
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from .accelerate import ZeroAccelerator
 from .common import FOLDER, refuse_misspelt, whole_state
 

@@ -17,7 +17,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..api import Zero, shard
-from ..arithmetic.sums import Precision
 from ..checkpoint.content import model_state, persistent
 from ..checkpoint.files import MANIFEST, absolute
 from ..checkpoint.loading import put, renew, resting
@@ -31,9 +30,11 @@ from ..engine.build.tensor_parallel import mesh_of
 from ..engine.weights.unit import Initialiser
 from ..errors import CheckpointError, UserError
 from ..events import Ledger
-from ..layout.partition import Layout, plain_name
+from ..layout.partition import plain_name
 from ..policies.comm import Comm
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from ..validation import check_flag
 from . import adapters
 from .boxes import boxes

@@ -6,9 +6,13 @@ An optimizer of whole tensors, such as Muon, updates a query, a key and a value 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from .partition import Layout, Named, matching
+from .partition import Named, matching
+
+if TYPE_CHECKING:
+    from ..policies.layout import Layout
 
 
 def stacked(parameters: Named, layout: Layout) -> dict[str, tuple[int, ...]]:

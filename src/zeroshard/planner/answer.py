@@ -8,8 +8,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from ..events import DEVICE, HOST, NVME
-from ..layout.partition import Layout
 from ..layout.stage import STAGES, STATES
+from ..policies.layout import Layout
 from . import closed, disk, instants, recipes, states, traffic
 from .asked import Asked
 from .balance import Balance

@@ -9,18 +9,19 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ..events import DEVICE
 from ..layout.limits import IN_FLIGHT
-from ..layout.partition import UNIT_MIB, Layout, Partition
+from ..layout.partition import UNIT_MIB, Partition
 from ..layout.stage import ALONE, STAGES, STATES, Placements, Seat, seat_on
 from ..layout.states import TIERS, placements
 from ..policies.comm import Comm
+from ..policies.layout import Layout
 from . import states, transformer
 from .disk import Disk
 from .recipes import Fractions, Recipe
 from .transformer import Body, Held
 
 if TYPE_CHECKING:
-    from ..arithmetic.sums import Precision
     from ..policies.offload import Offload
+    from ..policies.precision import Precision
 
 
 class Asked(NamedTuple):

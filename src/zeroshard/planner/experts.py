@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import UserError
-from ..layout.partition import Layout
+from ..policies.layout import Layout
 from .quantities import whole
 
 

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arithmetic.sums import Precision
 from ..errors import Error
-from ..layout.partition import Layout, Partition, Spec
+from ..layout.partition import Partition, Spec
 from ..layout.stage import STAGES
+from ..policies.layout import Layout
+from ..policies.precision import Precision
 from . import formats
 from .asked import Asked
 from .fitting import Fitting, fitting

@@ -32,7 +32,7 @@ from .recipes import Recipe
 from .transformer import Body
 
 if TYPE_CHECKING:
-    from ..arithmetic.sums import Precision
+    from ..policies.precision import Precision
 
 Words = Mapping[str, str]  # fields of a policy, as Python text
 At = Mapping[str, Mapping[str, int]]  # {kind of states: {tier: twentieths of its bytes}}

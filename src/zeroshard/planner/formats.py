@@ -23,7 +23,7 @@ from .recipes import WHOLE_MASTER, Recipe
 if TYPE_CHECKING:
     import torch
 
-    from ..arithmetic.sums import Precision
+    from ..policies.precision import Precision
 
 NARROW, WIDE = 2, 4  # bytes of dtypes: with masters of another one, and the widest that recipes have
 

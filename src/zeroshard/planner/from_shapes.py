@@ -9,9 +9,10 @@ from fractions import Fraction
 from typing import Any
 
 from ..events import DEVICE, NVME
-from ..layout.partition import Layout, Partition, Spec, partition, together
+from ..layout.partition import Partition, Spec, partition, together
 from ..layout.stacked import stacked
 from ..layout.stage import Degree, Placements
+from ..policies.layout import Layout
 from ..policies.offload import NAMES
 from . import files, formats, instants, recipes, shapes, states, traffic, transformer, units
 from .answer import Plan, StagePlan, finish

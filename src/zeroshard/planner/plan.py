@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Never
 
 from ..errors import Error, UserError, one_line
 from ..events import NVME
-from ..layout.partition import Layout
 from ..layout.stage import STAGES, STATES, seat
 from ..policies.comm import Comm
 from ..policies.incompatible import Settings, refuse, settings
+from ..policies.layout import Layout
 from . import formats, from_number, from_shapes, gpus, machines, quantities, question, recipes, ways
 from .answer import Plan
 from .asked import Asked
@@ -34,8 +34,8 @@ from .question import Machine, Model, Step
 from .recipes import Recipe
 
 if TYPE_CHECKING:
-    from ..arithmetic.sums import Precision
     from ..policies.offload import Offload
+    from ..policies.precision import Precision
 
 # What each argument is, and a value of it to write.
 ARGUMENTS = {

@@ -32,13 +32,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 from ..api import Zero, shard
-from ..arithmetic.sums import LOW, Precision, divides_exactly
+from ..arithmetic.sums import LOW, divides_exactly
 from ..errors import Error, UserError
 from ..events import DEVICE, Event, Ledger
-from ..layout.partition import Layout
 from ..policies.comm import Comm, Simulated
 from ..policies.incompatible import Settings, refuse
+from ..policies.layout import Layout
 from ..policies.offload import Offload
+from ..policies.precision import Precision
 from .from_number import RANKS_LIMIT
 from .job import Job, build, find, line_of
 from .optimizers import asked_with, probe

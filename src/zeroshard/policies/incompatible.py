@@ -11,11 +11,11 @@ from ..events import DEVICE
 from ..layout.partition import BLOCK
 
 if TYPE_CHECKING:
-    from ..arithmetic.sums import Precision
-    from ..layout.partition import Layout
     from ..layout.stage import Seat
     from .comm import Comm
+    from .layout import Layout
     from .offload import Offload
+    from .precision import Precision
 
 
 class Settings(NamedTuple):

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from ...errors import PeerError
 from ...events import DEVICE, HOST, NVME
 from ...hooks import check_present, features, first
-from ...layout.partition import Bucket, Layout, Partition, Spec, partition
+from ...layout.partition import Bucket, Partition, Spec, partition
+from ...policies.layout import Layout
 from ...layout.stacked import stacked
-from ...arithmetic.sums import Precision, as_bytes, dense, same_bits, write_bytes
+from ...arithmetic.sums import as_bytes, dense, same_bits, write_bytes
+from ...policies.precision import Precision
 from ...comm.agreement import Group
 from ...policies.comm import Comm
 from ...comm.all_or_none import Together
@@ -139,7 +141,9 @@ class Assembly:
             unit.borrows = [self.units[other] for other in others]
         self.group.progress.units = [self.units[bucket.unit].name or "the model" for bucket in self.partition.buckets]
         self.told = True  # what is refused now, every rank refuses
-        if (offload := first(each.offload(self, optimizers, [each[OWN] for each in told]) for each in features())) is not None:
+        if (
+            offload := first(each.offload(self, optimizers, [each[OWN] for each in told]) for each in features())
+        ) is not None:
             self.offload = offload
             self.asked = self.asked._replace(gradients=gradients_of(offload), files=offload.in_files)
             check_present(self.asked)

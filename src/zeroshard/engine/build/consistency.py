@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from ...device import ask
 from ...arithmetic.digests import fingerprint
 from ...errors import StateError
-from ...layout.partition import Layout, plain_name
+from ...layout.partition import plain_name
+from ...policies.layout import Layout
 from ...arithmetic.sums import as_bytes, dense, write_bytes
 from ...comm.agreement import LEAVING, SENT, Group
 from .preflight import Contents

@@ -19,8 +19,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from ...device import ask
 from ...device import describe as device_facts
 from ...errors import PeerError, UserError
-from ...layout.partition import BLOCK, Layout, Partition, plain_name
-from ...arithmetic.sums import Precision, as_bytes, dense, parts, simulated
+from ...layout.partition import BLOCK, Partition, plain_name
+from ...policies.layout import Layout
+from ...arithmetic.sums import as_bytes, dense, parts, simulated
+from ...policies.precision import Precision
 from ...comm.agreement import Group
 from ...policies.comm import Comm
 from ...policies.offload import Offload

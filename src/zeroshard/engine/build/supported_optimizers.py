@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ...errors import UserError
 from ...hooks import features, first
-from ...layout.partition import WHOLE, Layout, Partition, together
+from ...layout.partition import WHOLE, Partition, together
+from ...policies.layout import Layout
 from ...layout.stacked import stacked
 from ...layout.stage import Degree
 from ...policies.offload import Offload

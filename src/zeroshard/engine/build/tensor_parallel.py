@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ...errors import UserError
-from ...layout.partition import Layout
+from ...policies.layout import Layout
 from ...policies.comm import Comm
 from ...policies.incompatible import refuse_beside_tensors
 

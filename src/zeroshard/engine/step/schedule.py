@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ...arithmetic.sums import Precision
 from ...comm.frames import Call
 from ...errors import PeerError, ReleasedError, StateError
 from ...layout.partition import Bucket, plain_name
 from ...policies.comm import Comm
+from ...policies.precision import Precision
 from ..gradients.backward import Backward, in_backward
 from ..gradients.gradient import Gradients
 from ..gradients.reduction import Reduction

@@ -16,7 +16,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...arithmetic.sums import Precision
 from ...comm.agreement import Group
 from ...comm.transport import Work
 from ...device import TO_THE_HOST, given, users
@@ -27,6 +26,7 @@ from ...layout.partition import Bucket, Slot
 from ...layout.shard_dim import Among, Strips
 from ...layout.stage import SAVED, STATES, Degree, Placements
 from ...layout.states import Master, master_of
+from ...policies.precision import Precision
 from ...tiers.tier import DeviceTier, Tier
 from .codec import Cast, Plain
 from .edits import Edits, increment_versions

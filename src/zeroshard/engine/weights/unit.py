@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from ...errors import UserError, nearest
-from ...layout.partition import COMPILED, LARGE, Layout, joined, joined_name, plain_name
+from ...layout.partition import COMPILED, LARGE, joined, joined_name, plain_name
 from ...layout.partition import matching as names_matching
+from ...policies.layout import Layout
 from .buffer import Buffer
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)

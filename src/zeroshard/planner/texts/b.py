@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...layout.partition import Layout, Spec, partition
+from ...layout.partition import Spec, partition
 from ...layout.stage import STAGES
+from ...policies.layout import Layout
 from .. import closed, traffic
 from ..quantities import number
 from ..recipes import PRESETS, Recipe

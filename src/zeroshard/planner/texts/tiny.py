@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from ...layout.partition import Layout, Partition, Spec, partition
+from ...layout.partition import Partition, Spec, partition
+from ...policies.layout import Layout
 from .arithmetic import Adam, adam
 from .lines import Line, line, row
 

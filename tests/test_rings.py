@@ -64,8 +64,8 @@ def test_every_feature_that_settings_can_ask_for_has_a_program_here():
     assert {name for name, (words, _) in hooks.FILES.items() if words} == {
         *ASKS,
         "features.moving_average",
-        "batches",
-        "replay",
+        "features.batches",
+        "features.replay",
     }
 
 

@@ -9,7 +9,7 @@ import test_bits
 import zeroshard
 from test_mesh import job_model, replicated, train, weights
 from zeroshard import Comm, Layout, Precision
-from zeroshard.engine import engine
+from zeroshard.checkpoint import meeting
 from zeroshard.errors import PeerError, UserError
 from zeroshard.layout.stage import Degree
 from zeroshard.planner import predict_states
@@ -248,13 +248,13 @@ def test_edits_count_on_all_ranks(ranks):
 
 def edits_under_way():
     """How many messages of the edited weights had not arrived yet at each comparison."""
-    compare, under_way = engine.check_replicas, []
+    compare, under_way = meeting.check_replicas, []
 
     def count(running, buffers, number):
         under_way.append(sum(len(buffer._work) for buffer in buffers))
         compare(running, buffers, number)
 
-    engine.check_replicas = count
+    meeting.check_replicas = count
     edits(1)
     return under_way
 

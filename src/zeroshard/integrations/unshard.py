@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..engine.step.optim import Binding
     from ..engine.weights.unit import Unit
 
-ENGINE = "zeroshard.engine."  # the modules whose hooks go
+ENGINE = ("zeroshard.engine.", "zeroshard.features.")  # the modules whose hooks go
 Found = dict[str, dict[str, Any]]  # by parameter and state: the whole tensor, or a number
 
 

@@ -80,7 +80,7 @@ def build(site: Path = SITE) -> None:
         for name, path in (
             ("docs_dir: docs", "pages"),
             ("[src]", f"[{ROOT / 'src'}]"),
-            ("docs/fields.py", DOCS / "validation.py"),
+            ("docs/fields.py", DOCS / "fields.py"),
         ):
             assert text.count(name) == 1, name
             text = text.replace(name, f"docs_dir: {path}" if "docs_dir" in name else str(path))

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -1265,31 +1266,144 @@ def test_a_group_that_is_divided_by_its_parts_is_refused(how, stage, tmp_path):
         assert "add_param_group(...) for the model's own parameters" in said
 
 
+ASKED = {
+    "set": lambda optimizer, param: optimizer.state.__setitem__(param, {}),
+    "asked": lambda optimizer, param: optimizer.state[param]["exp_avg"].zero_(),  # as ReLoRA's reset does
+    "in": lambda optimizer, param: param in optimizer.state,
+    "get": lambda optimizer, param: optimizer.state.get(param, {}),
+    "pop": lambda optimizer, param: optimizer.state.pop(param, None),
+}
+
+
 def asked_for_states(stage, how):
     model = models.build("mlp", sizes=SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    zero = zeroshard.shard(model, optimizer, stage=stage)
+    zeroshard.shard(model, optimizer, stage=stage)
     for step in range(3):
         model(models.batch("mlp", 0, 0)[0]).sum().backward()
         if step == 1:
-            if how == "set":
-                optimizer.state[model[2].weight] = {}
-            else:  # as ReLoRA's reset does, and goes on
-                assert len(optimizer.state[model[2].weight]) == 0
-                zero.ledger()
             with pytest.raises((StateError, PeerError)) as error:
+                ASKED[how](optimizer, model[2].weight)
                 optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
     return str(error.value), any(key is model[2].weight for key in optimizer.state)
 
 
-@pytest.mark.parametrize("how", ["set", "asked"])
+@pytest.mark.parametrize("how", ASKED)
 def test_states_of_the_models_own_parameters_are_refused(how, stage):
     """They are nobody's: what is reset there goes on as it was."""
     for said, kept in ranks.run(2, asked_for_states, stage, how):
-        assert "optimizer.state was asked for a parameter of the model" in said and "'2.weight'" in said
+        assert (
+            re.search(r"optimizer\.state was (asked for|given) a parameter of the model", said) and "'2.weight'" in said
+        )
         assert not kept
+
+
+def around_states(stage):
+    """An optimizer inside another asks for states of the parts that it updates, and a plain model again for its own."""
+    model = models.build("mlp", sizes=SIZES)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    outer = Around(inner)
+    zero = zeroshard.shard(model, outer, stage=stage)
+    model(models.batch("mlp", 0, 0)[0]).sum().backward()
+    outer.step()
+    assert inner.state is outer.state
+    assert all(len(inner.state[p]) == 3 for group in outer.param_groups for p in group["params"] if p.numel())
+    with pytest.raises(StateError, match=r"asked for a parameter of the model(?s:.)*'2.weight'"):
+        inner.state.get(model[2].weight)
+    zero.unshard()
+    assert inner.state is outer.state and type(inner.state) is collections.defaultdict
+    assert len(inner.state[model[2].weight]) == 3 and not inner.state.get(None)
+
+
+class Around(torch.optim.Optimizer):
+    elementwise = True
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+def test_states_are_guarded_in_an_optimizer_inside_another_too(stage):
+    ranks.run(2, around_states, stage)
+
+
+def decayed(engine):
+    """Coupled weight decay, and a mask, by group: of the parameters that the optimizer holds."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    engine.shard(model, optimizer)
+    for step in range(3):
+        engine.backward(model, step)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad.add_(param.detach(), alpha=0.1)
+                param.grad.mul_((param.detach() > 0).to(param.dtype))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_gradients_of_an_optimizers_parts_are_edited_by_these(world):
+    check(decayed, world=world)
+
+
+def unlike(stage):
+    """The options of rank 1 are others, as a scheduler makes them that is given each rank's own loss."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    optimizer.param_groups[0]["lr"] = np.float32(0.5) if zero.rank else np.float32(0.25)
+    model(models.batch("mlp", 0, 0)[0]).sum().backward()
+    with pytest.raises(PeerError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_an_option_that_differs_is_named_alone(stage):
+    """Also if it is a number of NumPy's; and what to write where a scheduler has made it."""
+    for said in ranks.run(2, unlike, stage):
+        got = "optimizer option 'lr' of group 0 is"
+        assert f"rank 0: {got} 0.25; rank 1: {got} 0.5" in said and "weight_decay" not in said
+        assert "give schedulers what all ranks agree on" in said and "all_reduce" in said
+
+
+def numbers_kept(stage, path):
+    """Options that are no plain finite numbers, saved and loaded where they are others."""
+
+    def build(**options):
+        model = models.build("mlp", sizes=SIZES)
+        optimizer = torch.optim.AdamW([{"params": model.parameters(), **options}])
+        zero = zeroshard.shard(model, optimizer, stage=stage)
+        model(models.batch("mlp", 0, 0)[0]).sum().backward()
+        optimizer.step()
+        return zero, optimizer.param_groups[0]
+
+    given = {
+        "lr": np.float64(0.1), "weight_decay": np.float32(0.25), "betas": (np.float64(0.5), np.float32(0.75)),
+        "cap": math.inf, "least": -math.inf, "unset": math.nan, "count": np.int64(3), "odd": {"high": [math.inf]},
+    }  # fmt: skip
+    build(**given)[0].save(path)
+    others = given | {"lr": 0.5, "weight_decay": 0.5, "betas": (0.25, 0.25), "cap": 1.0, "unset": 2.0, "count": 5}
+    zero, group = build(**others)
+    assert zero.load(path).skipped == []
+    assert [group[name] for name in ("lr", "weight_decay", "betas", "cap", "least", "count", "odd")] == [
+        0.1, 0.25, (0.5, 0.75), math.inf, -math.inf, 3, {"high": [math.inf]},
+    ]  # fmt: skip
+    assert math.isnan(group["unset"])
+    zero, group = build(**given)
+    assert zero.load(path).skipped == []
+    return [type(group[name]) for name in ("lr", "weight_decay", "count", "cap")]
+
+
+def test_options_of_numpy_and_infinities_are_saved_and_loaded(stage, tmp_path):
+    assert ranks.run(2, numbers_kept, stage, tmp_path / "saved") == [[float, float, int, float]] * 2
 
 
 def inside_backward(stage):
@@ -1342,7 +1456,7 @@ def test_state_that_cannot_be_cut_is_refused_before_anything_changes():
 
 ODD = {
     "a function": lambda: object(),
-    "infinity": math.inf,
+    "an array": np.zeros(3),
     "a set": {1, 2},
     "a dict with numbers as keys": {"scales": {1: 2.0}},
     "a list of tensors": [torch.ones(3)],
@@ -2130,12 +2244,14 @@ TOGETHER = {
 }
 
 
-def updated_together(what, stage, says, layout):
+def updated_together(what, stage, says):
     def keep(self, group, param):
         param.sub_(TOGETHER[what](self, param))
 
     model = models.build("mlp", sizes=SIZES)
-    optimizer = type("Keeping", (Keeping,), {"keep": keep, "elementwise": False, says: True})(model.parameters())
+    own = {"keep": keep, "elementwise": False} | ({} if says == "nothing" else {says: True})
+    optimizer = type("Keeping", (Keeping,), own)(model.parameters())
+    layout = Layout(bounds="tensor") if says == "nothing" else None  # where a class needs to say nothing
     zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout)
     models.loss("mlp", model, models.batch("mlp", 0, zero.rank)).backward()
     optimizer.step()
@@ -2143,14 +2259,14 @@ def updated_together(what, stage, says, layout):
 
 @pytest.mark.row(66)
 @pytest.mark.parametrize("what", TOGETHER)
-@pytest.mark.parametrize("says", ["elementwise", "whole"])
+@pytest.mark.parametrize("says", ["elementwise", "whole", "nothing"])
 def test_an_update_that_mixes_tensors_is_refused_where_ranks_hold_different_ones(stage, says, what):
     """As detectron2's AdamW, which clips inside its step: a rank's groups hold some of the tensors."""
     if stage == 0:
-        ranks.run(2, updated_together, what, stage, says, None)
+        ranks.run(2, updated_together, what, stage, says)
         return
     with pytest.raises(RankFailure, match="otherwise beside others than alone(?s:.)*stage=0"):
-        ranks.run(2, updated_together, what, stage, says, None)
+        ranks.run(2, updated_together, what, stage, says)
 
 
 class Noisy(Keeping):

@@ -58,6 +58,11 @@ def is_patterns(given: Any) -> bool:
     return isinstance(given, (list, tuple)) and all(isinstance(each, str) for each in given)
 
 
+def python_number(value: Any) -> Any:
+    """Return a number of NumPy's as Python's; anything else as it is."""
+    return value.item() if type(value).__module__ == "numpy" and getattr(value, "shape", None) == () else value
+
+
 def check_fields(settings: object, fields: Mapping[str, Field]) -> None:
     """Raise `UserError` for the first field of some settings whose value it does not take."""
     for name, field in fields.items():

@@ -1,6 +1,6 @@
 """What zeroshard claims, on settings drawn so that every two of them meet: a table of settings, a scenario and the claims.
 
-    hooks.py     SETTINGS, the table: each row a setting, each entry a choice and what a user writes for it. A new
+    features.py     SETTINGS, the table: each row a setting, each entry a choice and what a user writes for it. A new
                     feature is a row or an entry here, and every claim is made of it beside every other setting
     pairwise.py     draws cases from the table: any two choices that go together meet in one of them
     scenario.py     what a rank does in a case: train, save, fail and repeat a step, edit, go on, load another's checkpoint

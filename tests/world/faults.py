@@ -91,13 +91,13 @@ def _allocates(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 def _places(draws: Draws) -> Iterator[tuple[Any, str, Any]]:
     for name, module in modules() if draws.seed is not None else ():
         room, held = name.split(".")[1], vars(module)
-        if room in ("checkpoint", "tiers"):
+        if room in ("checkpoint", "tiers", "features"):
             if held.get("os") is os:
                 yield module, "os", disk.Calls()
             if held.get("shutil") is shutil:
                 yield module, "shutil", disk.Calls()
             yield module, "open", disk.opens
-        rooms = ("ranks", "engine", "tiers", "checkpoint")
+        rooms = ("comm", "engine", "tiers", "features", "checkpoint")
         if draws.odds.memory and room in (*rooms, "device") and held.get("torch") is torch:
             yield module, "torch", _Torch(torch)
         # Not where a type is compared with the class itself.

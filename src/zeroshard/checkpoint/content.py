@@ -32,6 +32,7 @@ from ..layout.shard_dim import ONE_STRIP, Elements, Strips
 from ..layout.states import placements
 from ..policies.precision import Precision
 from ..tiers.tier import DeviceTier, OnDevice, Part
+from ..validation import python_number
 from .dtypes import DTYPES
 from .listed import Here, relist
 from .manifest import AVERAGE, VALUE, Saved, own_name, state_name
@@ -394,9 +395,9 @@ def options(running: ModelState, binding: Binding) -> dict[str, Any]:
 
 
 def _option(value: Any) -> Any:
-    """Convert an option for JSON: a tensor to its number, a tuple to a list."""
+    """Convert an option: a tensor or a number of NumPy's to Python's number, a tuple to a list."""
     if isinstance(value, (list, tuple)):
         return [_option(each) for each in value]
     if isinstance(value, dict):
         return {key: _option(each) for key, each in value.items()}
-    return float(value) if isinstance(value, Tensor) else value
+    return float(value) if isinstance(value, Tensor) else python_number(value)

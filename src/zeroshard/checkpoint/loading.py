@@ -228,7 +228,7 @@ def _fits(stored: Stored, tensor: Tensor) -> bool:
 def _group_differences(running: ModelState, saved: Saved) -> list[str]:
     if not running.bindings:
         return []
-    theirs = saved.manifest["optimizers"]
+    theirs = saved.optimizers
     if len(theirs) != len(running.bindings):
         return [f"{len(running.bindings)} optimizers, saved were {len(theirs)}"]
     found = []
@@ -333,10 +333,9 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
     )
     for name in fitting:
         _stage_value(running, saved, name, staged)
-    paired = len(running.bindings) == len(manifest["optimizers"])
-    for number, (binding, told) in enumerate(
-        zip(running.bindings, manifest["optimizers"] if paired else [], strict=False)
-    ):
+    optimizers = saved.optimizers
+    paired = len(running.bindings) == len(optimizers)
+    for number, (binding, told) in enumerate(zip(running.bindings, optimizers if paired else [], strict=False)):
         alike_kind = told["class"] == type(binding.optimizer).__name__
         for at, match in enumerate(_matches(running, binding, told) if alike_kind else ()):
             theirs = (match.saved or {}).items()

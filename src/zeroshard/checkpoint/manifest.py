@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CheckpointError, UserError
 from ..layout.partition import COMPILED, plain_name
 from ..layout.shard_dim import ONE_STRIP, Strips
+from ..validation import python_number
 from .dtypes import TORCH_DTYPES
 from .files import BLOCK, MANIFEST, Reader, canonical, damaged, opened, read_manifest, replaced
 from .parts import nearest, rank_of, read_part
@@ -349,6 +350,12 @@ class Saved:
             if (found := self.files[each]["nbytes"]) > most:
                 raise self.damage(f"{each} with at most {most:,} bytes, for its tensors", f"{found:,}")
 
+    @property
+    def optimizers(self) -> list[dict[str, Any]]:
+        """What is told of each optimizer, its options as they were."""
+        found: list[dict[str, Any]] = _read(self.manifest["optimizers"])
+        return found
+
     def _check_optimizers(self) -> None:
         for told in self._list(self.manifest["optimizers"]):
             self._text(told["class"])
@@ -601,6 +608,26 @@ def siblings(folder: Path) -> list[Path]:
     return [folder / name for *_, name in sorted(orders(folder, say=True), reverse=True)]
 
 
+def finite(value: Any) -> Any:
+    """Return plain data for JSON, which has neither infinity nor NaN: {"float": "inf"} stands for one."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _read(value: Any) -> Any:
+    """Return what `finite` was given."""
+    if isinstance(value, list):
+        return [_read(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) == 1 and value.get("float") in ("nan", "inf", "-inf"):
+        return float(value["float"])
+    return {key: _read(each) for key, each in value.items()}
+
+
 def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     """Convert what the user saves along to JSON: objects by their `state_dict()`, tensors by a reference."""
     from torch import Tensor
@@ -621,6 +648,7 @@ def plain(where: str, value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [plain(f"{where}.{at}", inner, tensors) for at, inner in enumerate(value)]}
+    value = python_number(value)
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(value)}
     if isinstance(value, int) and value.bit_length() > INTEGER_BITS:

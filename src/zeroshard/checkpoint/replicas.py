@@ -70,11 +70,18 @@ def check_replicas(running: ModelState, buffers: Sequence[Buffer], number: int) 
                 else f"{label}, ranks {first} and {others[0]}",
                 expected=f"{at[first]} (rank {first})",
                 got=f"{at[others[0]]} (rank {others[0]})",
-                instead="make the same edits on every rank, and draw the same numbers in the optimizer; "
-                "zero.gathered(write_from=0) gives all of them rank 0's weights, zero.load(...) a checkpoint",
+                instead=_OF_STATES if label.startswith("state ") else _OF_WEIGHTS,
             )
 
 
+_OF_WEIGHTS = (
+    "make the same edits on every rank; zero.gathered(write_from=0) gives all of them rank 0's weights, "
+    "zero.load(...) a checkpoint"
+)
+_OF_STATES = (
+    "draw the same numbers in the optimizer on every rank, and return the same loss from a closure, as "
+    "torch.distributed.all_reduce makes it; zero.load(...) a checkpoint"
+)
 _WORDS = ("shard", "part")  # with which begins what only some ranks hold: those of a position, and those of an axis
 
 

@@ -48,7 +48,7 @@ from .content import (
     writable,
 )
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
-from .manifest import FORMAT, IN_PARTS, LOCAL, UNCUT, VERSION, check_loads, orders, plain, siblings
+from .manifest import FORMAT, IN_PARTS, LOCAL, UNCUT, VERSION, check_loads, finite, orders, plain, siblings
 from .staging import discard, owner, place_beside, release_signals, temporary
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
@@ -279,7 +279,7 @@ def _head(running: ModelState, extra: Any) -> dict[str, Any]:
             | ({"strips": list(cut[r.name])} if cut[r.name].parts > 1 else {})
             for r in running.records
         },
-        "optimizers": [options(running, binding) for binding in running.bindings],
+        "optimizers": finite([options(running, binding) for binding in running.bindings]),
         "average": running.moving and {"decay": running.moving.decay, "updates": running.moving.updates},
         **({} if running.place is None else {"batches": running.place}),
         "extra": extra,

@@ -46,6 +46,7 @@ LONGEST_AXIS = 8  # ranks that exchange rows directly
 ROW = 9
 LOADING, TELLING, LEAVING = "loading", "telling the others", "leaving gathered()"  # meetings
 SENT = "buffers that are sent: "  # in the facts of a forward, with those that rank 0 sends
+OPTION = "optimizer option "  # in the facts of a step, with each that its groups have
 
 
 def axes(ranks: int) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ def refuse_forked(process: int, rank: int) -> None:
 
 
 class Party(Protocol):
-    """The part of an engine that a levelling (recovery of all ranks, `streams.py`) may find in the middle of work."""
+    """The part of an engine that a levelling (recovery of all ranks, `launch_log.py`) may find in the middle of work."""
 
     def unsettled(self) -> bool:
         """Tell if gradients are on their way, or in use."""
@@ -312,7 +313,8 @@ class Group:
     def meet(self, what: str, number: int, *same: int, facts: Callable[[], str] = str) -> None:
         """Agree that every rank is at the same thing, down to the (at most three) integers that say which.
 
-        Raises `PeerError` on every rank, naming who is where, when they are not. facts: the integers in words.
+        Raises `PeerError` on every rank, naming who is where, when they are not. facts: the integers in words, a
+        line each; the error has the lines in which ranks differ.
         """
         self.poll(what, number, *same)
 

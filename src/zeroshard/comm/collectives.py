@@ -4,7 +4,7 @@ Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks th
 rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
 
 A rank that an interrupt takes out of work in which others wait for it calls all of them to a levelling before it does
-anything else: see `streams.py`. One whose program does something else first, others look for: see `left.py`.
+anything else: see `launch_log.py`. One whose program does something else first, others look for: see `left.py`.
 """
 
 from __future__ import annotations
@@ -467,7 +467,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Each answers a function of C and its arguments: see *counted is launched* in `streams.py`.
+# Each answers a function of C and its arguments: see *counted is launched* in `launch_log.py`.
 
 
 def broadcast(stream: Stream, part: Tensor, source: int) -> tuple[Any, ...]:

@@ -69,7 +69,7 @@ class Stream:
         self.queued = queued
         self.members = members
         self.behind = behind
-        self.levels: Any = None  # launches what has to come before anything else: see `levels.py`
+        self.levels: Any = None  # launches what has to come before anything else: see `features/two_level.py`
         self._flights: deque[InFlight] = deque()
         self._landed: deque[tuple[int, Launch]] = deque(maxlen=KEPT)
 

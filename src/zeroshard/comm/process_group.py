@@ -28,7 +28,7 @@ from ..device import ask
 from ..errors import PeerError, without_own_lines
 from ..events import ends
 from ..finalizers import at_end_of
-from .agreement import LEAVING, LOADING, SENT, TELLING, Group, lines
+from .agreement import LEAVING, LOADING, OPTION, SENT, TELLING, Group, lines
 from .collectives import Link, all_gather, all_reduce, dtype_name
 from .frames import Call
 from .launch_log import Stream, let_go
@@ -54,6 +54,11 @@ def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
         return "every rank calls the model; or with zero.gathered(): ... any of them, without grad, what it gathers"
     if SENT in trouble:
         return 'Layout(buffers="local"), with which each rank keeps its own; else the same buffers on every rank'
+    if trouble.partition(": ")[2].startswith(OPTION):
+        return (
+            "the same options on every rank: give schedulers what all ranks agree on, such as a loss that "
+            "torch.distributed.all_reduce has averaged"
+        )
     if trouble:
         return "fix that, or try the step again on every rank until it works"
     return (
@@ -230,7 +235,12 @@ class ProcessGroup(Group):
             + (f" of model {row[0]}, {row[_ALIKE:_OWN]}" if detail else "")
             for rank, (row, (meeting, _, _)) in enumerate(zip(rows, told, strict=True))
         )
-        trouble = [f"rank {rank}: {said}" for rank, (_, _, said) in enumerate(told) if said]
+        facts_of = [said.split("\n") for _, _, said in told]
+        alike = set.intersection(*map(set, facts_of))
+        different = ["; ".join(fact for fact in each if fact not in alike) for each in facts_of]
+        if not any(different):
+            different = ["; ".join(each) for each in facts_of]
+        trouble = [f"rank {rank}: {said}" for rank, said in enumerate(different) if said]
         self._link.level("")
         error = PeerError(
             "the ranks do not hold the weights of one step" if torn else "the ranks are not doing the same thing",

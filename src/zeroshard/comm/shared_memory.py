@@ -8,7 +8,7 @@ The operations, operands and order are those of any other transport, so the bits
 used again. It has no name (memfd): whatever ends a rank, kill -9 too, it is gone with the last process that maps it. It
 cannot be shrunk under a reader (seals), and a system without room says so when it is made, not when it is written.
 
-Launches are counted and can be joined as `streams.py` says: a rank that stands in shares zeros, or its own shard. A
+Launches are counted and can be joined as `launch_log.py` says: a rank that stands in shares zeros, or its own shard. A
 `Flight` is posted after it was counted, and posted again if an interrupt came between: a rank that has heard of it does
 not heed it twice.
 """

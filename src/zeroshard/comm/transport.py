@@ -6,7 +6,7 @@
 
 A *team* is the ranks that shard a bucket among themselves. A rank's `position` in it says which shard is its own
 (`stage.Seat`).
-Replicas have verbs of their own, along the other axis of the mesh: `column.py`.
+Replicas have verbs of their own, along the other axis of the mesh: `replicate_axis.py`.
 Agreement between all ranks, whatever they shard, is in `agreement.py`. If all ranks of a team are on one host, gathers
 and reductions may go through memory that they share instead: `shared_memory.py`.
 

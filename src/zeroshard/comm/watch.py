@@ -74,7 +74,7 @@ class Watch:
         self.rank = rank
         self.alarm: dict[int, str] = {}  # rank -> what became of it: none of these will come to any collective
         self.peers: dict[int, Address] = {}  # by rank: those that have come so far
-        self.called = 0  # the last levelling that a rank has called for: see `streams.py`
+        self.called = 0  # the last levelling that a rank has called for: see `launch_log.py`
         self.posted: dict[tuple[int, str], str] = {}  # this rank's postings, by levelling and subject
         self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
         self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too

@@ -38,6 +38,7 @@ from .gradients.contribution import Contribution, Division
 from .gradients.gradient import Gradients
 from .gradients.reduction import Reduction
 from .gradients.sums import Delivery
+from .step.guarded_state import guard
 from .step.optim import Binding
 from .step.schedule import Schedule
 from .weights.buffer import Buffer, Place
@@ -118,6 +119,8 @@ class Engine:
             self._assemble(parts, before, optimizers, init)
             self.ledger.end("init")
             self.group.meet("construction", 1)  # all or none
+            for binding in self.bindings:
+                guard(binding.optimizer, binding.own)
         except BaseException as error:
             if not parts.told:
                 self.group.give_up(error)

@@ -21,6 +21,7 @@ from ..comm.all_or_none import Together
 from ..engine.build.tensor_parallel import replace_dtensors
 from ..engine.step import optimizer_hooks
 from ..engine.step.fragment import made_of
+from ..engine.step.guarded_state import guard
 from ..engine.weights.guard import unflip
 from ..errors import StateError, UserError
 from ..tiers.tier import Part, present
@@ -187,6 +188,7 @@ def _free_optimizer(binding: Binding, found: Found) -> None:
             if state := found[place.name]:
                 param = place.buffer.params[place.position]
                 optimizer.state[param] = state
+    guard(optimizer, ())
     _forget_hooks(optimizer.__dict__)
     for name in ("zero_grad", "register_step_pre_hook"):
         method = optimizer.__dict__.get(name)

@@ -13,41 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...arithmetic.sums import as_bytes, dense, same_bits, write_bytes
+from ...comm.agreement import Group
+from ...comm.all_or_none import Together
 from ...errors import PeerError
 from ...events import DEVICE, HOST, NVME
 from ...hooks import check_present, features, first
 from ...layout.partition import Bucket, Partition, Spec, partition
-from ...policies.layout import Layout
 from ...layout.stacked import stacked
-from ...arithmetic.sums import as_bytes, dense, same_bits, write_bytes
-from ...policies.precision import Precision
-from ...comm.agreement import Group
-from ...policies.comm import Comm
-from ...comm.all_or_none import Together
-from ...layout.states import placements, resting
 from ...layout.stage import STATES
+from ...layout.states import placements, resting
+from ...policies.comm import Comm
+from ...policies.incompatible import Settings, gradients_of, refuse
+from ...policies.layout import Layout
 from ...policies.offload import Offload
+from ...policies.precision import Precision
 from ...tiers.tier import DeviceTier, HostTier, Tier
-from .supported_optimizers import blocks, check_offload, check_optimizers
 from ..weights.buffer import Buffer, Place
 from ..weights.codec import Plain
 from ..weights.guard import SavedTensors
-from .preflight import (
-    OWN,
-    agree,
-    ask_all,
-    check_buffers,
-    check_memory,
-    check_model,
-    check_parameters,
-    check_settings,
-    check_trained,
-    describe,
-    givers,
-)
-from ...policies.incompatible import Settings, gradients_of, refuse
-from .tensor_parallel import TensorParallel, check_tensors, replace_dtensors
-from .rollback import Before
 from ..weights.unit import (
     Found,
     Initialiser,
@@ -61,6 +45,22 @@ from ..weights.unit import (
     materialise,
     named_tensors,
 )
+from .preflight import (
+    OWN,
+    agree,
+    ask_all,
+    check_buffers,
+    check_memory,
+    check_model,
+    check_parameters,
+    check_settings,
+    check_trained,
+    describe,
+    givers,
+)
+from .rollback import Before
+from .supported_optimizers import blocks, check_offload, check_optimizers
+from .tensor_parallel import TensorParallel, check_tensors, replace_dtensors
 
 
 @dataclass

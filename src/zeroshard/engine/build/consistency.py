@@ -13,17 +13,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...device import ask
 from ...arithmetic.digests import fingerprint
+from ...arithmetic.sums import as_bytes, dense, write_bytes
+from ...comm.agreement import LEAVING, SENT, Group
+from ...device import ask
 from ...errors import StateError
 from ...layout.partition import plain_name
 from ...policies.layout import Layout
-from ...arithmetic.sums import as_bytes, dense, write_bytes
-from ...comm.agreement import LEAVING, SENT, Group
-from .preflight import Contents
 from ..gradients.reduction import Reduction
 from ..step.schedule import Schedule
 from ..weights.unit import Managed, Unit
+from .preflight import Contents
 
 Batch = TypeVar("Batch")
 

@@ -16,16 +16,16 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from ...arithmetic.sums import as_bytes, dense, parts, simulated
+from ...comm.agreement import Group
 from ...device import ask
 from ...device import describe as device_facts
 from ...errors import PeerError, UserError
 from ...layout.partition import BLOCK, Partition, plain_name
-from ...policies.layout import Layout
-from ...arithmetic.sums import as_bytes, dense, parts, simulated
-from ...policies.precision import Precision
-from ...comm.agreement import Group
 from ...policies.comm import Comm
+from ...policies.layout import Layout
 from ...policies.offload import Offload
+from ...policies.precision import Precision
 from ..step.options import words
 from ..weights.unit import Managed, named_tensors
 

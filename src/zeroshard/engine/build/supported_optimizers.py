@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from ...errors import UserError
 from ...hooks import features, first
 from ...layout.partition import WHOLE, Partition, together
-from ...policies.layout import Layout
 from ...layout.stacked import stacked
 from ...layout.stage import Degree
+from ...policies.layout import Layout
 from ...policies.offload import Offload
-from ..weights.buffer import Buffer
+from ...validation import python_number
 from ..step.fragment import check_cut, updated
 from ..step.optim import Binding
+from ..weights.buffer import Buffer
 from ..weights.unit import Managed, named_tensors
 from .unsaved import check_kept, check_states
 
@@ -289,8 +290,9 @@ def check_optimizers(
         check_optimizer(optimizer, partition, undeclared, replicated=replicated)
         check_options(optimizer, number)
         if sends(optimizer):  # a class that is not known
-            alone = replicated or not may_cut
-            check_kept(optimizer, number, alone=alone, by_element=not alone and block_of(optimizer) == 1)
+            alone = replicated or not (spread or any(bucket.size > 1 for bucket, _ in slots))
+            by_element = bool(may_cut) and not replicated and block_of(optimizer) == 1
+            check_kept(optimizer, number, alone=alone, by_element=by_element)
         for param in () if replicated else (each for each in updated(optimizer) if names.get(id(each)) in held):
             for key, value in optimizer.state.get(param, {}).items():
                 check_cut(optimizer, names[id(param)], tuple(param.shape), key, value)
@@ -318,6 +320,7 @@ def check_options(optimizer: Any, number: int) -> None:
 
 def check_option(where: str, value: Any) -> None:
     """Refuse options that a checkpoint could not hold: its manifest is JSON."""
+    value = python_number(value)
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -325,17 +328,17 @@ def check_option(where: str, value: Any) -> None:
             check_option(where, each)
     elif not (
         value is None
-        or isinstance(value, (bool, str))
+        or isinstance(value, (bool, str, float))
         or (isinstance(value, int) and -(1 << 63) <= value < 1 << 63)
-        or (isinstance(value, float) and math.isfinite(value))
         or (isinstance(value, Tensor) and value.numel() == 1)
     ):
         raise UserError(
             "an optimizer's option could not be saved",
             where=where,
-            expected="a finite number, text, True, False, None, a tensor of one number, or lists and dicts of these",
+            expected="a number, text, True, False, None, a tensor of one number, or lists and dicts of these",
             got=f"{type(value).__name__} {value!r:.60}",
-            instead="keep it in an attribute of the optimizer, which is not saved",
+            instead="tolist() of an array, hex() of a large integer; anything else in an attribute of the optimizer, "
+            "which is not saved",
         )
 
 

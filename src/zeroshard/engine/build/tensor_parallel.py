@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from ...errors import UserError
-from ...policies.layout import Layout
 from ...policies.comm import Comm
 from ...policies.incompatible import refuse_beside_tensors
+from ...policies.layout import Layout
 
 Placed = tuple[nn.Parameter, Callable[..., Any]]  # a parameter, and what makes its DTensor of it
 

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...device import ask, random_states_kept
 from ...arithmetic.digests import fingerprint
-from ...errors import UserError
 from ...arithmetic.sums import same_bits, simulated
 from ...comm.own_collectives import OwnCollectives, refused
+from ...device import ask, random_states_kept
+from ...errors import UserError
 from ..step.fragment import is_state, twin_of, uncompiled, updated
 from ..step.optimizer_hooks import own_step
 

@@ -356,4 +356,4 @@ class Reduction:
         self.gradients.take_edits()
         self._hidden.clear()
         self.sums.trim()
-        logging.getLogger("zeroshard").warning("a backward ended by an exception: all gradients were dropped")
+        logging.getLogger("zeroshard").warning("an exception ended a backward or a step: all gradients were dropped")

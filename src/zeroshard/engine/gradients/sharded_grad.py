@@ -329,7 +329,7 @@ def _norm(
             raise StateError(
                 "the norm of an optimizer's fragment is only a part of its parameter's",
                 where=f"gradient of {grad._entry.slot.name!r}",
-                instead="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+                instead="torch.nn.utils.clip_grad_norm_ of the model's own parameters, all of them or those of a group",
             )
     if dim is not None or keepdim:
         raise StateError(
@@ -432,15 +432,20 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
                 got=f"{tuple(other.shape)}",
                 instead="p.grad.add_(q.grad.full_tensor()), or the like, on every rank",
             )
-        if grad._is_fragment or not _spreads(other.shape, entry.slot.shape):
+        shape = tuple(grad.shape)  # of an optimizer's fragment: this rank's elements
+        if not _spreads(other.shape, shape):
             raise StateError(
                 "a sharded gradient can be edited by numbers and by tensors that broadcast to its shape",
                 where=f"gradient of {entry.slot.name!r}",
-                expected=entry.slot.shape,
+                expected=shape,
                 got=tuple(other.shape),
-                instead="edit p.grad of the model's own p by a tensor of that shape",
+                instead="a tensor of that shape"
+                + "; or edit p.grad of the model's own p by one of the parameter's shape" * grad._is_fragment,
             )
-        return other.broadcast_to(entry.slot.shape).reshape(-1)[part.start : part.stop]
+        if grad._elements is not None:
+            own, skipped = grad._own, part.start - grad._elements.start
+            return other.broadcast_to(shape).reshape(-1)[own.start + skipped : own.stop + skipped]
+        return other.broadcast_to(shape).reshape(-1)[part.start : part.stop]
 
     if not grad._is_fragment:
         for other in others:

@@ -88,7 +88,7 @@ class Binding(Transaction):
         self._held: list[nn.Parameter] = []  # and the parameters in them
         self.membership = Membership()
         self._grouping = 0  # a digest of which parameter is in which group
-        self._own = {id(param) for buffer in buffers for param in buffer.params}
+        self.own = {id(param) for buffer in buffers for param in buffer.params}
         self._entries: list[Entry] = []  # the gradients of its members
         self.averages = Averages(gradients)
         self.options = Options(optimizer, self._check_options)
@@ -228,7 +228,7 @@ class Binding(Transaction):
         for fragment in fragments:
             vars(fragment.param).update(own)
         self.membership.add(place, fragments, group)
-        state = self.optimizer.state.pop(param, None)
+        state = dict.pop(self.optimizer.state, param, None)
         for fragment in fragments if state else ():
             kept = {
                 key: self.states.cut(fragment, key, value, group, fixed=fixed, broadcast=broadcast)
@@ -376,8 +376,12 @@ class Binding(Transaction):
         self.schedule.meet(
             "step", number, self.number, zlib.crc32(f"{options} {self._grouping}".encode()),
             zlib.crc32(repr((edits, having)).encode()),
-            facts=lambda: f"{len(having)} of {len(self._entries)} parameters have gradients, which were scaled by "
-            f"{edits[-3:]}; options {options}; digest of what is in which group {self._grouping:x}",
+            facts=lambda: "\n".join(
+                [
+                    f"{len(having)} of {len(self._entries)} parameters have gradients", f"scaled by {edits[-3:]}",
+                    *self.options.facts(), f"digest of what is in which group {self._grouping:x}",
+                ]
+            ),
         )  # fmt: skip
         self.gradients.take_edits()
         self.gradients.keeper.flush()
@@ -389,15 +393,15 @@ class Binding(Transaction):
                 buffer.changed()
 
     def check_states(self) -> None:
-        """Report states of the model's own parameters that the program has asked for, or set: a step has others."""
-        added = set(map(id, self._holds())) if any(id(key) in self._own for key in self.optimizer.state) else set()
-        strays: list[Any] = [key for key in self.optimizer.state if id(key) in self._own - added]
+        """Report states of the model's own parameters that the program has set: a step has others."""
+        added = set(map(id, self._holds())) if any(id(key) in self.own for key in self.optimizer.state) else set()
+        strays: list[Any] = [key for key in self.optimizer.state if id(key) in self.own - added]
         for param in strays:
             del self.optimizer.state[param]
         if strays:
             self.group.report(
                 StateError(
-                    "optimizer.state was asked for a parameter of the model, and has states of this rank's parts",
+                    "optimizer.state was given a parameter of the model, and has states of this rank's parts",
                     where=f"optimizer {self.number}, parameter {strays[0]._zeroshard.name!r}, rank {self.group.rank}",
                     instead="optimizer.state[p] of the p in optimizer.param_groups; to change the states of some "
                     "parameters zero.unshard(), and shard again",

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from ...arithmetic.sums import simulated
+from ...comm.agreement import OPTION
 from ...device import ask
+from ...validation import python_number
 
 
 class Options:
@@ -35,6 +37,14 @@ class Options:
             self._words = repr(told)
         return self._words
 
+    def facts(self) -> list[str]:
+        """Return `words`, a line for each option."""
+        return [
+            f"{OPTION}{key!r} of group {number} is {words(value)!r}"
+            for number, group in enumerate(self._optimizer.param_groups)
+            for key, value in _options(group).items()
+        ]
+
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -51,6 +61,7 @@ def _fixed(value: Any) -> bool:
 
 def words(value: Any) -> Any:
     """Return what ranks can compare of an option: its content; only the kind of objects and of tensors on a device."""
+    value = python_number(value)
     if _fixed(value):
         return value
     if isinstance(value, Tensor):  # asking a device for it would wait for the device

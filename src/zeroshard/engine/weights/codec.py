@@ -2,11 +2,11 @@
 
     Plain   parameters as modules compute with them; where they have masters, each step casts these to them
     Cast    masters alone: a gather casts this rank's shard as it leaves
-    SplitOf parameters, and beside them the bits that they lack of their masters: `split.py`
-    E4M3    8 bits, and a scale for each tile, beside masters: `quantised.py`
+    SplitOf parameters, and beside them the bits that they lack of their masters: `features/split_master.py`
+    E4M3    8 bits, and a scale for each tile, beside masters: `features/fp8_parameters.py`
 
     Values  gradients as they are added up
-    Codes   8 bits, and a scale for each block: `coded.py`
+    Codes   8 bits, and a scale for each block: `features/int8_gradients.py`
 
 A format that rests or travels in another way is a codec of its own. The bucket asks the first kind where a gather's
 bytes arrive, what they stand for, and what to do with an edit; a sum asks the second what to send, and what arrived.

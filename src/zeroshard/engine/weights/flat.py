@@ -3,7 +3,7 @@
 Parameters, masters, gradients and optimizer states are all this:
 
     a Flat is   some elements of a bucket    all of them, a shard or a part of one: its degree (`layout/stage.py`)
-                in a number format           its dtype; what rests may be another (`split.py`)
+                in a number format           its dtype; what rests may be another (`features/split_master.py`)
                 resting in a tier            the device, host memory, or a file
                 of a team of ranks           those that hold the other shards, or copies
 

@@ -539,7 +539,7 @@ def clip_fragments():
         _, optimizer, zero = sharded("gpt", stage, "units")
         held = [p for group in optimizer.param_groups for p in group["params"]]
         assert any(p.grad is not None for p in held)
-        with pytest.raises(Error, match=r"clip_grad_norm_\(model\.parameters\(\)") if stage else nullcontext():
+        with pytest.raises(Error, match="clip_grad_norm_ of the model's own parameters") if stage else nullcontext():
             torch.nn.utils.clip_grad_norm_(held, 1.0)
         optimizer.step()
         found.append(all("ShardedGrad" in type(p.grad).__name__ for p in held if p.grad is not None))

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from bench import golden
 from torch import nn
+from walkthroughs import build, four_weights, transformer260, walk_layers, walk_tiers
+from walkthroughs.transformer260 import TENSORS
 
 import ranks as rank_processes
 import zeroshard
@@ -24,19 +26,7 @@ from zeroshard.cli import explain as explain_command
 from zeroshard.cli import walk
 from zeroshard.cli.config import InputError
 from zeroshard.errors import UserError
-from zeroshard.explain import (
-    build,
-    document,
-    four_weights,
-    reading,
-    recording,
-    run,
-    shape,
-    transformer260,
-    walk_layers,
-    walk_tiers,
-)
-from zeroshard.explain.transformer260 import TENSORS
+from zeroshard.explain import document, reading, recording, run, shape
 from zeroshard.layout.stage import STAGES
 from zeroshard.planner import predict_states
 
@@ -132,7 +122,7 @@ def test_closeness_notices_what_matters():
 
 @pytest.mark.slow
 def test_the_builds_own_ranks_write_the_same(ranks, tmp_path, monkeypatch):
-    """`python -m zeroshard.explain.build` starts its own ranks; what they capture is what these captured."""
+    """`python -m walkthroughs.build` starts its own ranks; what they capture is what these captured."""
     monkeypatch.setattr(build, "TARGET", tmp_path / "walkthroughs.json")
     assert build.main() == 0
     assert (tmp_path / "walkthroughs.json").read_text(encoding="utf-8") == build.written(rebuilt(ranks))
@@ -350,7 +340,7 @@ def test_the_moment_between_adam_and_the_gather(transformer, stage):
 
 def test_a_document_that_lies_is_refused(transformer):
     """The intervals of a moment are compared with the tensors that were there."""
-    from zeroshard.explain import walk260
+    from walkthroughs import walk260
 
     values = transformer["runs"]["bf16"]
     seen = {"parameters": list(values["parameters"]), "gradients": []}

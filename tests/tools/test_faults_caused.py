@@ -8,11 +8,12 @@ import signal
 from pathlib import Path
 
 import pytest
+from walkthroughs import faults260
+from walkthroughs.faults260 import EVERY, LAST_STEP, PLACES, RANKS, STAGE, STEPS, VICTIM, Trained
 
 from zeroshard.checkpoint.files import MANIFEST
 from zeroshard.errors import PeerError
-from zeroshard.explain import document, faults260
-from zeroshard.explain.faults260 import EVERY, LAST_STEP, PLACES, RANKS, STAGE, STEPS, VICTIM, Trained
+from zeroshard.explain import document
 
 PATIENT = {"group": "env", "timeout": 60.0, "expect_errors": True}
 

@@ -18,6 +18,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from walkthroughs.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
 
 import ranks
 import zeroshard
@@ -29,7 +30,6 @@ from zeroshard.cli.plan import one_line, show_plan, show_text
 from zeroshard.cli.screen import Amount
 from zeroshard.engine.weights.unit import find_units
 from zeroshard.errors import UserError
-from zeroshard.explain.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
 from zeroshard.layout.partition import Spec, partition
 from zeroshard.layout.stage import STAGES
 from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, texts, traffic, units

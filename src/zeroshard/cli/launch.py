@@ -87,8 +87,8 @@ def memory_of_machine() -> int:
     return min(found)
 
 
-def start_ranks(command: Sequence[str], ranks: int) -> int:
-    """Run `python -m zeroshard *command` on `ranks` local processes; return the exit code of the whole."""
+def start_ranks(command: Sequence[str], ranks: int, module: str = "zeroshard") -> int:
+    """Run `python -m module *command` on `ranks` local processes; return the exit code of the whole."""
     check_ranks(ranks)
     # One thread per rank unless the user says otherwise: ranks share the cores, and the bits of a matrix product
     # depend on the number of threads.
@@ -114,7 +114,7 @@ def start_ranks(command: Sequence[str], ranks: int) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=stack.enter_context(tempfile.TemporaryDirectory(prefix="zeroshard-"))),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "zeroshard", *command)
+            elastic_launch(config, sys.executable)("-m", module, *command)
         except (SignalException, KeyboardInterrupt) as interruption:
             _interruptions.append(interruption)
             return INTERRUPTED

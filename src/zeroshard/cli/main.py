@@ -50,7 +50,6 @@ COMMANDS |= {str(each.name) for each in app.registered_groups}
 # Functions of the ranks that a command starts: not commands for users, so that no suggestion names them.
 RANKS = {
     "check-rank": "zeroshard.cli.check:check_rank",
-    "explain-rank": "zeroshard.explain.build:capture_rank",
     "verify-rank": "zeroshard.cli.verify:verify_rank",
 }
 SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong

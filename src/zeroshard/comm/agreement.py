@@ -119,7 +119,7 @@ def refuse_forked(process: int, rank: int) -> None:
 
 
 class Party(Protocol):
-    """The part of an engine that a levelling (recovery of all ranks, `launch_log.py`) may find in the middle of work."""
+    """The part of an engine that a levelling (all ranks recover, `launch_log.py`) may find in the middle of work."""
 
     def unsettled(self) -> bool:
         """Tell if gradients are on their way, or in use."""

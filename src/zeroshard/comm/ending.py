@@ -10,8 +10,8 @@ each rank
        are made of them
     3  posts that they are through: no rank needs any more what this rank has sent. Once all have, it aborts the rest
 
-and the hosts, once all have come, make the groups anew and go on with the levelling (`collectives.py`). If all ranks have
-launched the same, nothing is aborted.
+and the hosts, once all have come, make the groups anew and go on with the levelling (`collectives.py`). If all ranks
+have launched the same, nothing is aborted.
 
 Named hazard, *an abort on one rank alone*: NCCL's own watchdog ends a process whose communicator a peer has left. So
 all ranks abort when all have posted, and none before.

@@ -92,7 +92,7 @@ def template() -> str:
 
 
 def built_in() -> dict[str, Any]:
-    """Read the walkthroughs that `python -m zeroshard.explain.build` wrote."""
+    """Read the walkthroughs that `python -m walkthroughs.build` wrote."""
     walkthroughs: dict[str, Any] = json.loads(_packed("walkthroughs.json"))["walkthroughs"]
     return walkthroughs
 

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 import zeroshard
+from zeroshard.cli.reference import accumulate
+from zeroshard.engine.gradients.reduction import UNHURRIED
+from zeroshard.explain.document import matrix, numbers, plain
+from zeroshard.explain.recording import MESSAGES, layout_json
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import predict_states
+from zeroshard.planner.simulate import STEPS as SETTLED
+from zeroshard.policies.layout import Layout
+from zeroshard.policies.precision import Precision
 
-from ..cli.reference import accumulate
-from ..engine.gradients.reduction import UNHURRIED
-from ..layout.stage import STAGES
-from ..planner import predict_states
-from ..planner.simulate import STEPS as SETTLED
-from ..policies.layout import Layout
-from ..policies.precision import Precision
 from . import transformer260
-from .document import matrix, numbers, plain
 from .observe import Observer, ticking
-from .recording import MESSAGES, layout_json
 from .transformer260 import TENSORS
 
 MODULES = ("norm1", "attention", "norm2", "feed_forward", "head")

@@ -26,20 +26,20 @@ from typing import Any
 import torch
 
 import zeroshard
+from zeroshard.checkpoint import files, saving
+from zeroshard.checkpoint.staging import LEFTOVER
+from zeroshard.cli import checkpoints
+from zeroshard.comm import watch
+from zeroshard.errors import Error
+from zeroshard.explain.document import numbers
+from zeroshard.explain.recording import MESSAGES
+from zeroshard.worlds.output import by_rank
+from zeroshard.worlds.rank import Rank
+from zeroshard.worlds.schedule import Schedule, here
+from zeroshard.worlds.world import World
 
-from ..checkpoint import files, saving
-from ..checkpoint.staging import LEFTOVER
-from ..cli import checkpoints
-from ..comm import watch
-from ..errors import Error
-from ..worlds.output import by_rank
-from ..worlds.rank import Rank
-from ..worlds.schedule import Schedule, here
-from ..worlds.world import World
 from . import transformer260, words_of_faults
-from .document import numbers
 from .observe import ticking
-from .recording import MESSAGES
 from .run260 import BY_LAYER
 
 RANKS, STAGE = 4, 3

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 import zeroshard
+from zeroshard.explain.document import numbers
+from zeroshard.explain.recording import MESSAGES, Told, layout_json, one_step, together
+from zeroshard.explain.stacked_mlp import StackedMLP
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import closed, traffic
+from zeroshard.planner.quantities import number, plain
+from zeroshard.planner.recipes import PRESETS, Recipe
+from zeroshard.planner.texts import b as text_b
+from zeroshard.policies.layout import Layout
+from zeroshard.policies.precision import Precision
 
-from ..layout.stage import STAGES
-from ..planner import closed, traffic
-from ..planner.quantities import number, plain
-from ..planner.recipes import PRESETS, Recipe
-from ..planner.texts import b as text_b
-from ..policies.layout import Layout
-from ..policies.precision import Precision
-from .document import numbers
 from .observe import Observer, ticking
-from .recording import MESSAGES, Told, layout_json, one_step, together
-from .stacked_mlp import StackedMLP
 from .walk260 import one_of
 
 HIDDEN, DEPTH = 13, 3  # 4,251 parameters, which 2 does not divide

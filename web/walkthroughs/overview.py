@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ..layout.stage import STAGES
-from ..planner import closed, files, traffic
-from ..planner.plan import plan
-from ..planner.quantities import number, plain
-from ..planner.question import Machine, Model
-from ..planner.recipes import PRESETS
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import closed, files, traffic
+from zeroshard.planner.plan import plan
+from zeroshard.planner.quantities import number, plain
+from zeroshard.planner.question import Machine, Model
+from zeroshard.planner.recipes import PRESETS
+
 from .run260 import STEPS, digest, plain_weights
 from .walk260 import by_stage
 

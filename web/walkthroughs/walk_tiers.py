@@ -15,14 +15,15 @@ from typing import Any
 import torch
 
 import zeroshard
+from zeroshard.api import Zero
+from zeroshard.engine.gradients.reduction import UNHURRIED
+from zeroshard.explain import run
+from zeroshard.explain.recording import MESSAGES
+from zeroshard.features.nvme import NvmeTier
+from zeroshard.policies.offload import Offload
 
-from ..api import Zero
-from ..engine.gradients.reduction import UNHURRIED
-from ..features.nvme import NvmeTier
-from ..policies.offload import Offload
-from . import run, transformer260
+from . import transformer260
 from .observe import ticking
-from .recording import MESSAGES
 from .run260 import BF16, BY_LAYER, LEARNING_RATE
 from .walk260 import one_of
 

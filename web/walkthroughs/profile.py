@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 import zeroshard
-
-from ..engine.gradients.reduction import UNHURRIED
-from ..planner.simulate import PASSING, STEPS, simulate
-from ..policies.precision import Precision
-from . import stacked_mlp
-from .recording import MESSAGES
+from zeroshard.engine.gradients.reduction import UNHURRIED
+from zeroshard.explain import stacked_mlp
+from zeroshard.explain.recording import MESSAGES
+from zeroshard.planner.simulate import PASSING, STEPS, simulate
+from zeroshard.policies.precision import Precision
 
 RANKS, STAGE = 4, 1
 BF16 = Precision(param_dtype=torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True)  # with fp32 masters

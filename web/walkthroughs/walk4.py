@@ -11,16 +11,16 @@ from typing import Any, Literal, get_args
 import torch
 
 import zeroshard
+from zeroshard.explain.document import numbers
+from zeroshard.explain.recording import MESSAGES, layout_json, most_in, together, traffic_of
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import predict_states
+from zeroshard.policies.layout import Layout
+from zeroshard.policies.precision import Precision
 
-from ..layout.stage import STAGES
-from ..planner import predict_states
-from ..policies.layout import Layout
-from ..policies.precision import Precision
 from . import four_weights
-from .document import numbers
 from .four_weights import LEARNING_RATE, SAMPLES, WEIGHTS
 from .observe import Observer, ticking
-from .recording import MESSAGES, layout_json, most_in, together, traffic_of
 from .walk260 import by_stage, one_of
 
 Checkpointing = Literal["none", "layers", "whole"]

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from ..layout.stage import STAGES, Placements
-from ..planner import traffic
-from ..planner.quantities import number
-from ..planner.recipes import PRESETS
+from zeroshard.layout.stage import STAGES, Placements
+from zeroshard.planner import traffic
+from zeroshard.planner.quantities import number
+from zeroshard.planner.recipes import PRESETS
+
 from . import transformer260
 from .transformer260 import TENSORS
 

@@ -12,14 +12,15 @@ from typing import Any
 import torch
 
 import zeroshard
+from zeroshard.explain.document import matrix
+from zeroshard.explain.frames import backward_frames
+from zeroshard.explain.recording import peak_of, together, traffic_of
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner.recipes import PRESETS
+from zeroshard.policies.layout import Layout
 
-from ..layout.stage import STAGES
-from ..planner.recipes import PRESETS
-from ..policies.layout import Layout
 from . import transformer260
-from .document import matrix
-from .frames import backward_frames
-from .owned import (
+from .owned import (  # fmt: skip
     Spans,
     around,
     bounds_of_ranks,
@@ -29,8 +30,7 @@ from .owned import (
     parameters_at,
     place_in,
     starts_of,
-)  # fmt: skip
-from .recording import peak_of, together, traffic_of
+)
 from .run260 import GROUPINGS, LEARNING_RATE, STEPS, plain_weights
 from .transformer260 import TENSORS
 from .words260 import TITLES, corrections, says

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..layout.stage import STAGES
+from zeroshard.layout.stage import STAGES
+
 from .owned import of_ranks
 from .walk260 import by_stage, one_of, recorded, stage_of, values_of
 from .words260 import TITLES, says

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
+from zeroshard.engine.gradients.reduction import UNHURRIED
+from zeroshard.explain import run
+from zeroshard.explain.recording import MESSAGES
+from zeroshard.explain.stacked_mlp import MLP, StackedMLP
+from zeroshard.policies.comm import Comm
+from zeroshard.policies.layout import Layout
+from zeroshard.policies.precision import Precision
 
-from ..engine.gradients.reduction import UNHURRIED
-from ..policies.comm import Comm
-from ..policies.layout import Layout
-from ..policies.precision import Precision
-from . import run
 from .observe import ticking
-from .recording import MESSAGES
-from .stacked_mlp import MLP, StackedMLP
 from .walk260 import one_of
 
 RANKS, REPLICAS, EXPERTS, EP, STAGE = 4, 2, 4, 2, 1

@@ -1,4 +1,4 @@
-"""`python -m zeroshard.explain.build`: run the walkthroughs on local ranks and write what the page shows of them.
+"""`python -m walkthroughs.build` in web/: run the walkthroughs on local ranks and write what the page shows of them.
 
 The engine computes every number. What it writes depends on no clock, so it is the same at every run with the same torch
 on the same kind of processor: a test builds it anew and compares.
@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import launch, processor
-from ..cli.config import InputError, Launch
-from .document import document
+from zeroshard import explain
+from zeroshard.cli import launch, processor
+from zeroshard.cli.config import InputError, Launch
+from zeroshard.explain.document import document
 
 RANKS, PROFILED, WIDEST = 2, 4, 8
-TARGET = Path(__file__).with_name("walkthroughs.json")
+TARGET = Path(explain.__file__).with_name("walkthroughs.json")
 
 
 def capture() -> dict[str, Any]:
@@ -51,7 +52,8 @@ def assemble(
     """Make the whole document of what every rank captured, of two (`ranks`), four and eight."""
     import torch
 
-    from ..planner.texts import text
+    from zeroshard.planner.texts import text
+
     from . import faults260, overview, played260, profile, walk4, walk260, walk_layers, walk_runs, walk_tiers
 
     read, four, eight = json.loads(
@@ -105,7 +107,7 @@ def main() -> int:
     captured: list[list[dict[str, Any]]] = []
     for ranks in CAPTURES:
         with tempfile.TemporaryDirectory(prefix="zeroshard-explain-") as folder:
-            if code := launch.start_ranks(["explain-rank", folder], ranks):
+            if code := launch.start_ranks([folder], ranks, "walkthroughs.build"):
                 return code
             files = [Path(folder) / f"rank{rank}.json" for rank in range(ranks)]
             captured.append([json.loads(file.read_text("utf-8")) for file in files])
@@ -118,7 +120,7 @@ def capture_rank(folder: str) -> None:
     """Run one rank, started by `main`."""
     place = Launch.from_environment()
     if place is None or place.ranks not in CAPTURES:
-        raise InputError("explain-rank is what `python -m zeroshard.explain.build` starts; run that")
+        raise InputError("a folder is given to the ranks that `python -m walkthroughs.build` starts; run that")
     launch.end_at_once_when_told(launched=True)
     launch.alone(_capture, Path(folder), place)
 
@@ -134,4 +136,7 @@ def _capture(folder: Path, place: Launch) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) == 2:
+        capture_rank(sys.argv[1])
+    else:
+        sys.exit(main())

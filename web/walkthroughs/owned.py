@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..layout.stage import STAGES
+from zeroshard.layout.stage import STAGES
 
 Spans = Sequence[tuple[int, int]]  # [start, stop), in order, none of them empty
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from .. import events
-from ..api import Zero
-from ..engine.gradients.reduction import UNHURRIED
-from .document import numbers
-from .recording import Told, one_step
+from zeroshard import events
+from zeroshard.api import Zero
+from zeroshard.engine.gradients.reduction import UNHURRIED
+from zeroshard.explain.document import numbers
+from zeroshard.explain.recording import Told, one_step
 
 _EVENTS: Any = events
 

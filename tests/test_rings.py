@@ -131,7 +131,9 @@ def test_the_tests_of_the_rest_pass_without_one_feature(name, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "call"), [("features.moving_average", "average(0.9)"), ("features.replay", "replay(print)")])
+@pytest.mark.parametrize(
+    ("name", "call"), [("features.moving_average", "average(0.9)"), ("features.replay", "replay(print)")]
+)
 def test_a_build_without_a_feature_refuses_its_call(name, call, tmp_path):
     program = f"import torch, zeroshard; zeroshard.shard(torch.nn.Linear(4, 4), None, stage=2).{call}"
     env = built_without([name], tmp_path)

@@ -58,7 +58,7 @@ oldest newest: %: .venv-%/installed ## make test on the oldest and the newest to
 	.venv-$*/bin/pip install -q 'pip>=25.1' && .venv-$*/bin/pip install -q -c .venv-$*/constraints.txt '$(TORCH)' --group dev -e . && touch $@
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer, Lightning and Ray, from a virtual environment of their own; five minutes
-	.venv-trainers/bin/pytest -m "not slow" -n 2 --dist loadfile tests/tools/test_accelerate.py tests/tools/test_runlog_engines.py tests/tools/test_trainer.py tests/tools/test_lightning.py tests/tools/test_kubernetes.py tests/tools/test_ray.py tests/tools/test_quantised_bases.py tests/tools/test_docs.py tests/tools/test_fitting.py tests/test_optimizer.py -k "trainer or lightning or accelerate or packages or torchao or bitsandbytes or quantised or kubernetes or rays"
+	.venv-trainers/bin/pytest -m "trainers and not slow" -n 2 --dist loadfile tests/tools tests/test_optimizer.py
 
 ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, and torchao's states of 8 bits, from the same environment
 	.venv-trainers/bin/pytest tests/tools/test_ray.py tests/test_optimizer.py -k "test_ray or torchao"

@@ -354,6 +354,7 @@ def test_an_optimizer_may_say_which_elements_it_updates_together():
 
 
 @pytest.mark.parametrize("kind", ["Lion", "schedule-free"])
+@pytest.mark.trainers
 def test_elementwise_optimizers_of_other_packages_are_known(kind):
     pytest.importorskip({"Lion": "lion_pytorch", "schedule-free": "schedulefree"}[kind])
     check(training, kind, 1)
@@ -405,6 +406,7 @@ QUANTIZED = [
 
 @pytest.mark.filterwarnings("ignore:Paged optimizers")
 @pytest.mark.parametrize(("package", "kind"), QUANTIZED)
+@pytest.mark.trainers
 def test_quantized_states_of(package, kind, tmp_path):
     """Cut where blocks end, they have the plain optimizer's bits at any ranks and stage, checkpoints between included,
     and are held as planned."""
@@ -421,6 +423,7 @@ def test_quantized_states_of(package, kind, tmp_path):
             reference.assert_same(weights, want)
 
 
+@pytest.mark.trainers
 def test_options_of_bitsandbytes_are_kept_or_refused():
     """The least tensor that has states of 8 bits is a block's length; options by a parameter's id have no shard to go to."""
     bitsandbytes = pytest.importorskip("bitsandbytes")
@@ -432,6 +435,7 @@ def test_options_of_bitsandbytes_are_kept_or_refused():
         zeroshard.shard(model, bitsandbytes.optim.AdamW8bit(model.parameters()))
 
 
+@pytest.mark.trainers
 def test_quantized_weights_of_torchao_are_named():
     """Refused by name, or left alone; then they stay out of checkpoints, by name too."""
     quantization = pytest.importorskip("torchao.quantization")
@@ -473,6 +477,7 @@ def float8(stages, **options):
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's, of what it was built for
+@pytest.mark.trainers
 def test_float8_linears_of_torchao():
     """Products in 8 bits, by torchao before `shard`, have plain torch's bits at stages 0-3."""
     pytest.importorskip("torchao")
@@ -484,6 +489,7 @@ def test_float8_linears_of_torchao():
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.trainers
 def test_weights_that_torchao_gathers_for_fsdp_are_refused_by_name():
     """Its subclass casts in FSDP2's own gather; here `Precision(fp8=...)` is what gathers bytes."""
     pytest.importorskip("torchao")

@@ -10,6 +10,7 @@ placement  for each state (parameters, gradients, optimizer): sharded or replica
 tier       where a state rests: the device, host memory, files on NVMe
 gather     make a unit's full parameters present
 reduce     sum the ranks' gradients, in rank order, at each shard's owner
+publish    send every rank the weights that their owners have updated
 release    give a unit's full parameters' memory back
 script     the order of gathers that all ranks follow
 ledger     bytes held now, by state, and bytes moved, by verb

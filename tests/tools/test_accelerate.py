@@ -15,6 +15,7 @@ from trainers import LIMIT, fresh, run_example
 from zeroshard.errors import StateError, UserError
 
 accelerate = pytest.importorskip("accelerate")
+pytestmark = pytest.mark.trainers
 
 STAGES = (0, 1, 2, 3)
 

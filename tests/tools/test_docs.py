@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,22 @@ def snippets(text):
     return [code for needs, code in found if not needs or importlib.util.find_spec(needs)]
 
 
+def test_how_it_works_quotes_the_reference_engine():
+    """Its blocks are lines of the one file, as they stand there."""
+    source = (ROOT / "src" / "zeroshard" / "reference.py").read_text()
+    quoted = fenced((ROOT / "docs" / "how-it-works.md").read_text(), "py")
+    assert len(quoted) == 5
+    for block in quoted:
+        assert any(textwrap.indent(block, " " * depth) in source for depth in range(0, 20, 4)), block
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed")  # what torch and we say of DCP, the pages say too
 @pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")  # Lightning's own use of torch
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.trainers] * (page.stem == "trainers")) for page in PAGES],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_python_snippets_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = {"__name__": "__main__"}  # of the page: a snippet may go on from the one before

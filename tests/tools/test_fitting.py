@@ -208,6 +208,7 @@ def runs_as_planned(fit, ranks, folder):
 
 
 @pytest.mark.filterwarnings("ignore")  # torchao's, of what it was built for
+@pytest.mark.trainers
 def test_a_line_of_8_bit_states_runs_with_torchao(monkeypatch, tmp_path):
     """As it is printed, its optimizer before it. Beside the plan are a table of 256 numbers for each tensor and moment,
     and the fp32 moments of short tensors: docs/planning.md says it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 yaml = pytest.importorskip("yaml")
+pytestmark = pytest.mark.trainers
 MANIFEST = Path(__file__).parents[2] / "examples" / "jobset.yaml"
 
 

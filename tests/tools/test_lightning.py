@@ -15,6 +15,7 @@ from zeroshard.errors import CheckpointError, StateError, UserError
 from zeroshard.integrations.jobs import parts_of
 
 lightning = pytest.importorskip("lightning")
+pytestmark = pytest.mark.trainers
 
 STAGES = (0, 1, 2, 3)
 

@@ -15,6 +15,7 @@ from zeroshard.planner.simulate import simulate
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.trainers
 
 STEPS, MICRO = 3, 6  # micro-batches of a step, over all ranks
 

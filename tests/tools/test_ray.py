@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
+pytestmark = [pytest.mark.trainers, pytest.mark.timeout(900), pytest.mark.filterwarnings("default")]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
 

@@ -98,6 +98,7 @@ def with_accelerate(folder, mistake):
                     optimizer.zero_grad()
 
 
+@pytest.mark.trainers
 @pytest.mark.parametrize("mistake", ["", "factor"])
 def test_accelerates_run_has_the_log_of_a_plain_one(right, tmp_path, mistake):
     pytest.importorskip("accelerate")

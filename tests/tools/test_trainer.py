@@ -23,6 +23,7 @@ from zeroshard.integrations.jobs import parts_of
 from zeroshard.planner import shapes
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.trainers
 
 STAGES = (0, 1, 2, 3)
 

@@ -37,7 +37,7 @@ from zeroshard.comm.groups import backend_for
 from zeroshard.comm.replicate_axis import Column
 from zeroshard.comm.transport import Team
 from zeroshard.engine.build import preflight
-from zeroshard.engine.gradients.contribution import State
+from zeroshard.engine.gradients.contribution import ContributionState
 from zeroshard.engine.gradients.gradient import Gradients
 from zeroshard.engine.gradients.sums import Sent
 from zeroshard.engine.weights.script import Script
@@ -499,7 +499,11 @@ def test_a_replica_takes_a_sum_when_it_is_ready_for_it(queued):
     arrived, sent = (
         [],
         Sent(
-            SimpleNamespace(state=State.SENT), SimpleNamespace(done=lambda: bool(arrived)), None, relay, device.Event()
+            SimpleNamespace(state=ContributionState.SENT),
+            SimpleNamespace(done=lambda: bool(arrived)),
+            None,
+            relay,
+            device.DeviceEvent(),
         ),
     )
     assert not sent.here() and end.launched == ([] if queued else ["on from 0", "back"])

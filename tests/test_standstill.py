@@ -14,7 +14,7 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm
-from zeroshard.device import Event
+from zeroshard.device import DeviceEvent
 from zeroshard.engine.gradients import reduction, sums
 
 WIDTH, BLOCKS, STEPS = 8, 8, 4
@@ -137,7 +137,7 @@ def test_a_slow_rank_of_ranks_that_do_the_same_is_waited_for(late, stage):
         reference.assert_same(same, weights)
 
 
-class Late(Event):
+class Late(DeviceEvent):
     """One that a device comes to after some time."""
 
     def __init__(self, *_):

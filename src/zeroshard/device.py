@@ -295,7 +295,7 @@ def streams(device: torch.device) -> bool:
     return asynchronous(device) and hasattr(torch.get_device_module(device), "current_stream")
 
 
-class Event:
+class DeviceEvent:
     """A point in a stream. Without streams all that was called has happened: there is one event, and it is reached."""
 
     def wait(self) -> None:
@@ -309,7 +309,7 @@ class Event:
         return True
 
 
-class _Recorded(Event):
+class _Recorded(DeviceEvent):
     """At the end of the stream that was current when it was made."""
 
     def __init__(self, device: torch.device) -> None:
@@ -330,10 +330,10 @@ class _Recorded(Event):
 
 
 waited: Counter[str] = Counter()  # by the type of device, how often the host has waited for an event
-_NOW = Event()
+_NOW = DeviceEvent()
 
 
-def event(device: torch.device) -> Event:
+def event(device: torch.device) -> DeviceEvent:
     """Return the point behind all that the current stream was given so far."""
     return _Recorded(device) if streams(device) else _NOW
 
@@ -361,7 +361,7 @@ def behind(name: str, device: torch.device) -> Iterator[None]:
 TO_THE_DEVICE, TO_THE_HOST = "to the device", "to the host"  # streams of copies: a bus carries both ways at once
 
 
-def sent(to: Tensor, values: Tensor) -> Event:
+def sent(to: Tensor, values: Tensor) -> DeviceEvent:
     """Copy between pinned memory of the host and the device, behind the program. Says when it is through: until then
     do not write to either, nor read what is written."""
     device = values.device if to.is_cpu else to.device

@@ -35,7 +35,7 @@ _INFINITE, _MANTISSA = 0x7F800000, 23  # the bits of fp32's infinity; how many b
 _CARRY = 0x1FFFFF  # added to the mantissa of what is above 1.75 * 2^k, it makes k one more: 448 is 1.75 * 2^8
 
 
-class Grid(NamedTuple):
+class TileGrid(NamedTuple):
     """The tiles of a tensor of so many rows and columns, each so tall and wide; at the ends they are smaller."""
 
     rows: int
@@ -52,13 +52,13 @@ class Grid(NamedTuple):
         """The number of tiles, and so of scales, which are in order row by row."""
         return -(-self.rows // self.tall) * self.across
 
-    def pieces(self, first: int, numel: int, step: int) -> Iterator[Piece]:
+    def pieces(self, first: int, numel: int, step: int) -> Iterator[TilePiece]:
         """Yield `numel` elements of the tensor from the first-th on as pieces that are whole tiles across, or a part of
         one: at most `step` elements at a time, so that what is made of them stays in the cache."""
         for start in range(first, first + numel, step):
             yield from self._pieces(start, min(start + step, first + numel))
 
-    def _pieces(self, first: int, last: int) -> Iterator[Piece]:
+    def _pieces(self, first: int, last: int) -> Iterator[TilePiece]:
         while first < last:
             row, column = divmod(first, self.columns)
             rows = 1 if column else max((last - first) // self.columns, 1)
@@ -67,12 +67,12 @@ class Grid(NamedTuple):
                 split = at % self.wide or end - at < self.wide
                 width = min(self.wide - at % self.wide, end - at) if split else (end - at) // self.wide * self.wide
                 tiles = 1 if split else width // self.wide
-                yield Piece(first + at - column, row, rows, at // self.wide, tiles, width // tiles, self)
+                yield TilePiece(first + at - column, row, rows, at // self.wide, tiles, width // tiles, self)
                 at += width
             first += rows * (end - column)
 
 
-class Piece(NamedTuple):
+class TilePiece(NamedTuple):
     """Elements of a tensor in `rows` rows from `row` on, in each those of `tiles` tiles side by side from `tile` on.
 
     start: the first element, counted flat. width: elements of a row in each tile.
@@ -84,7 +84,7 @@ class Piece(NamedTuple):
     tile: int
     tiles: int
     width: int
-    grid: Grid
+    grid: TileGrid
 
     def of(self, flat: Tensor, first: int) -> Tensor:
         """Return this piece of `flat` as a view [rows, tiles, width]. flat: elements from the tensor's first-th on."""
@@ -103,7 +103,7 @@ class Piece(NamedTuple):
 TILES = {"tensor": None, "1x128": (1, 128), "128x128": (128, 128)}  # Precision.scaling: rows and columns of a tile
 
 
-def grids(bucket: Bucket, scaling: str) -> list[Grid]:
+def grids(bucket: Bucket, scaling: str) -> list[TileGrid]:
     """Return the tiles of each tensor of a bucket, as one rank has it.
 
     Of experts, which are stacked on the first dimension, each is a tensor of its own: so they have the same scales
@@ -112,22 +112,22 @@ def grids(bucket: Bucket, scaling: str) -> list[Grid]:
     return [grid(s.shape, scaling, stacked=bool(bucket.axis) and s.cut is None) for s in bucket.slots]
 
 
-def grid(shape: Sequence[int], scaling: str, *, stacked: bool = False) -> Grid:
+def grid(shape: Sequence[int], scaling: str, *, stacked: bool = False) -> TileGrid:
     """Return the tiles of a tensor: its last dimension counts columns, all others rows.
 
     stacked: is a tensor of three dimensions or more a stack of tensors, each with a scale for all of it?
     """
     tile, numel = TILES[scaling], math.prod(shape)
     if tile is None and numel and stacked and len(shape) > 2:
-        return Grid(shape[0], numel // shape[0], 1, numel // shape[0])
+        return TileGrid(shape[0], numel // shape[0], 1, numel // shape[0])
     if tile is None or not numel:
-        return Grid(1, max(numel, 1), 1, max(numel, 1))
+        return TileGrid(1, max(numel, 1), 1, max(numel, 1))
     columns = shape[-1] if shape else 1
-    return Grid(numel // columns, columns, *tile)
+    return TileGrid(numel // columns, columns, *tile)
 
 
 @twin
-def magnitudes(masters: Tensor, tiles: Grid, first: int) -> Tensor:
+def magnitudes(masters: Tensor, tiles: TileGrid, first: int) -> Tensor:
     """Return the bits of each tile's largest magnitude, int32, of the masters from the tensor's first-th on."""
     bits = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
     for piece in () if simulated(masters) else tiles.pieces(first, masters.numel(), chunk(masters)):
@@ -136,7 +136,7 @@ def magnitudes(masters: Tensor, tiles: Grid, first: int) -> Tensor:
     return bits
 
 
-def scales_of(masters: Tensor, tiles: Grid, first: int = 0) -> Tensor:
+def scales_of(masters: Tensor, tiles: TileGrid, first: int = 0) -> Tensor:
     """Return a scale for each tile, uint8: as far as the masters from the tensor's first-th on tell, else the least."""
     bits = magnitudes(masters, tiles, first)
     found = (((bits.clamp(max=_INFINITE) + _CARRY) >> _MANTISSA) - 8).clamp(min=1)
@@ -150,7 +150,7 @@ def as_fp32(scales: Tensor) -> Tensor:
 
 
 @twin
-def quantise_(raw: Tensor, masters: Tensor, scales: Tensor, tiles: Grid, first: int = 0) -> None:
+def quantise_(raw: Tensor, masters: Tensor, scales: Tensor, tiles: TileGrid, first: int = 0) -> None:
     """raw = fp8(masters / scale), as bytes. Both are 1-D, from the tensor's first-th on; scales: fp32, of all tiles."""
     for piece in () if simulated(raw) else tiles.pieces(first, raw.numel(), chunk(raw)):
         by = piece.beside(scales)[piece.bands(scales)].unsqueeze(2)
@@ -165,7 +165,7 @@ def _numbers(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dequantised(
-    raw: Tensor, scales: Tensor, tiles: Grid, dtype: torch.dtype, first: int = 0
+    raw: Tensor, scales: Tensor, tiles: TileGrid, dtype: torch.dtype, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (slice of `raw`, the numbers its bytes stand for), chunk by chunk, in memory of their own."""
     one = tiles.number == 1
@@ -179,7 +179,7 @@ def dequantised(
 
 
 @twin
-def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: Grid) -> None:
+def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: TileGrid) -> None:
     """values = the numbers that bytes stand for; `raw` may be the last bytes of the memory of `values`."""
     if tiles.number > 1:
         for where, found in dequantised(raw, scales, tiles, values.dtype):

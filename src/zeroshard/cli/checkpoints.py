@@ -17,7 +17,7 @@ from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, by_number, numel
 from zeroshard.checkpoint.staging import under_way
 from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
-from zeroshard.cli.prefixes import SCREEN, Sums, only, table_of
+from zeroshard.cli.prefixes import SCREEN, PrefixSums, only, table_of
 from zeroshard.errors import CheckpointError, check_local
 
 CONTAINERS = ("map", "list", "tuple")
@@ -169,7 +169,9 @@ def _show_parameters(parameters: Sequence[dict[str, Any]], *, as_tree: bool) -> 
     sizes = [sum(told["nbytes"] for told in each["states"].values() if isinstance(told, dict)) for each in parameters]
     if as_tree:
         held = zip(parameters, sizes, strict=True)
-        screen.wide(table_of(title, {each["name"]: Sums(1, numel(each["shape"]), nbytes) for each, nbytes in held}))
+        screen.wide(
+            table_of(title, {each["name"]: PrefixSums(1, numel(each["shape"]), nbytes) for each, nbytes in held})
+        )
         return
     states = list(dict.fromkeys(state for each in parameters for state in each["states"]))
     table = screen.new_table(title, "name", "shape", "dtype", *map(escape, states), "bytes")
@@ -182,7 +184,7 @@ def _show_parameters(parameters: Sequence[dict[str, Any]], *, as_tree: bool) -> 
 
 def _show_buffers(buffers: Sequence[dict[str, Any]], *, as_tree: bool) -> None:
     if as_tree:
-        held = {_buffer(each): Sums(1, numel(each["shape"]), each["nbytes"]) for each in buffers}
+        held = {_buffer(each): PrefixSums(1, numel(each["shape"]), each["nbytes"]) for each in buffers}
         screen.wide(table_of("Buffers", held))
         return
     table = screen.new_table("Buffers", "name", "shape", "dtype", "bytes")

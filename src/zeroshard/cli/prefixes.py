@@ -20,15 +20,15 @@ SCREEN = 24  # rows; of more tensors their tree is shown
 Parts = tuple[str, ...]
 
 
-class Sums(NamedTuple):
+class PrefixSums(NamedTuple):
     """Tensors, elements and bytes under one prefix."""
 
     tensors: int = 0
     numel: int = 0
     nbytes: int = 0
 
-    def plus(self, other: Sums) -> Sums:
-        return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+    def plus(self, other: PrefixSums) -> PrefixSums:
+        return PrefixSums(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 def under(prefix: str, names: Sequence[str]) -> bool:
@@ -45,26 +45,26 @@ def only(facts: dict[str, Any], prefix: str) -> dict[str, Any]:
     buffers = [each for each in facts["buffers"] if under(prefix, [each["name"]])]
     if not parameters and not buffers:
         names = [each["name"] for each in (*facts["parameters"], *facts["buffers"])]
-        known = sorted(".".join(parts) for parts in tree({name: Sums(1) for name in names}))
+        known = sorted(".".join(parts) for parts in tree({name: PrefixSums(1) for name in names}))
         close = ", ".join(get_close_matches(prefix, known, 3, cutoff=0.0))
         raise InputError(f"{facts['path']}: no tensor's name begins with {prefix!r}; instead: {close}")
     return {**facts, "prefix": prefix, "parameters": parameters, "buffers": buffers}
 
 
-def tree(tensors: Mapping[str, Sums]) -> dict[Parts, Sums]:
+def tree(tensors: Mapping[str, PrefixSums]) -> dict[Parts, PrefixSums]:
     """Sum tensors by prefix, as deep as fits a screen. All numbers of layers are one row, "*"; a chain is one, too."""
     layers: dict[Parts, set[str]] = {}
     for parts in map(_parts, tensors):
         for at, part in enumerate(parts):
             layers.setdefault(parts[:at], set()).update({part} if part.isdecimal() else ())
-    sums: dict[Parts, Sums] = {}
+    sums: dict[Parts, PrefixSums] = {}
     for name, held in tensors.items():
         parts = _parts(name)
         starred = tuple("*" if part in layers[parts[:at]] and len(layers[parts[:at]]) > 1 else part
                         for at, part in enumerate(parts))  # fmt: skip
         for depth in range(1, len(parts) + 1):
-            sums[starred[:depth]] = sums.get(starred[:depth], Sums()).plus(held)
-    rows: dict[Parts, Sums] = {}
+            sums[starred[:depth]] = sums.get(starred[:depth], PrefixSums()).plus(held)
+    rows: dict[Parts, PrefixSums] = {}
     for depth in range(1, 1 + max(map(len, sums), default=0)):
         deeper = {parts: held for parts, held in sums.items() if len(parts) <= depth}
         chained = {parts[:-1] for parts, held in deeper.items() if sums.get(parts[:-1]) == held}
@@ -79,7 +79,7 @@ def _parts(name: str) -> Parts:
     return tuple(name.split("."))
 
 
-def table_of(title: str, tensors: Mapping[str, Sums]) -> Table:
+def table_of(title: str, tensors: Mapping[str, PrefixSums]) -> Table:
     """Make the table of a tree."""
     table = screen.new_table(title, "name", "tensors", "parameters", "bytes")
     for parts, held in tree(tensors).items():

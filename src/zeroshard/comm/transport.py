@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..device import Event as DeviceEvent
+from ..device import DeviceEvent
 from ..events import Event, Ledger, ends
 from ..hooks import features, first
 from ..layout.limits import room

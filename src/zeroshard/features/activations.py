@@ -32,11 +32,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from ..arithmetic.sums import simulated
-from ..device import TO_THE_DEVICE, Event, asynchronous, behind, event, streams
+from ..device import TO_THE_DEVICE, DeviceEvent, asynchronous, behind, event, streams
 from ..engine.gradients.backward import in_backward
 from ..engine.gradients.subscriber import Subscriber
 from ..engine.weights.forward import Forward, Frame
-from ..engine.weights.guard import Saved, SavedItself, check_version
+from ..engine.weights.guard import SavedItself, SavedNote, check_version
 from ..engine.weights.modes import outside
 from ..errors import UserError
 from ..events import HOST, NVME
@@ -64,7 +64,7 @@ class Kept:
         self.address = StorageWeakRef(flat.untyped_storage())  # as long as this is here, no other has its address
         self.owner = owner  # the segment with which it moves
         self.start = -1  # its first byte in what rests of that; -1: it has not gone out
-        self.came: Event | None = None  # when it is back on the device; None: it is not, or never left
+        self.came: DeviceEvent | None = None  # when it is back on the device; None: it is not, or never left
         self.notes = self.unused = 0  # saved tensors in it, and those of them not unpacked since it came back
         self._version, self._sent = version, 0
         self.number = next(_numbers)
@@ -141,7 +141,7 @@ class Activations(Subscriber):
         self._segments: dict[int, weakref.ref[Segment]] = {}  # those of graphs that are there, the oldest first
         self._storages: dict[int, weakref.ref[Kept]] = {}  # by address
         self._others: set[int] = set()  # addresses of storages that live elsewhere
-        self._going: list[tuple[Event, list[Tensor]]] = []  # what leaves, and until when it is read
+        self._going: list[tuple[DeviceEvent, list[Tensor]]] = []  # what leaves, and until when it is read
         self._reached: list[weakref.ref[Segment]] = []
         self._here: dict[int, tuple[weakref.ref[Kept], Tensor, int]] = {}  # copies that came back, with idle uses
         self._taken: list[tuple[Tensor, int]] = []  # copies that autograd has had, likewise
@@ -153,7 +153,7 @@ class Activations(Subscriber):
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def keep(self, tensor: Tensor) -> Saved:
+    def keep(self, tensor: Tensor) -> SavedNote:
         """Keep a tensor that autograd saves, which is none of the weights that are released."""
         forward = self._forward()
         frames = forward.frames if forward is not None else ()
@@ -332,7 +332,7 @@ class Activations(Subscriber):
         try:
             for kept in coming:
                 kept.flat = self.device.reserve(STATE, kept.nbytes, torch.uint8, zeroed=False)
-                kept.unused, kept.came = kept.notes, Event()
+                kept.unused, kept.came = kept.notes, DeviceEvent()
                 self._here[kept.number] = weakref.ref(kept), kept.flat, _uses(kept.flat)
                 by_owner.setdefault(kept.owner.number, []).append(kept)
             with behind(TO_THE_DEVICE, self.device.device):

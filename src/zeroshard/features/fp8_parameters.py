@@ -75,7 +75,7 @@ class Tiled(NamedTuple):
     """The elements of one slot among some of a bucket: where they are, and the scales of their tiles."""
 
     where: slice
-    tiles: fp8.Grid
+    tiles: fp8.TileGrid
     first: int  # element of the tensor
     scales: Tensor  # fp32, of all its tiles
     held: slice  # which of the bucket's these are

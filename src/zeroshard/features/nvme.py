@@ -33,7 +33,7 @@ from torch import Tensor
 from ..arithmetic.digests import raw
 from ..arithmetic.hashing import digest
 from ..arithmetic.sums import same_bits, simulated
-from ..device import Event, ask, sent
+from ..device import DeviceEvent, ask, sent
 from ..errors import TierError
 from ..events import HOST, NVME, Ledger, ends
 from ..finalizers import at_end_of
@@ -415,7 +415,7 @@ class FileRest(Rest):
         if self.room is not None and not self.depth:
             self.file.write(self)
 
-    def take(self, start: int, values: Tensor, *, fresh: bool) -> Event:
+    def take(self, start: int, values: Tensor, *, fresh: bool) -> DeviceEvent:
         with self.here(fresh=fresh) as tensor:
             return self._until(sent(tensor[start : start + values.numel()], values))
 
@@ -423,7 +423,7 @@ class FileRest(Rest):
         with self.here(changed=False) as tensor:
             self._until(sent(to, tensor[start : start + to.numel()])).wait()
 
-    def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> Event:
+    def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> DeviceEvent:
         with self.here(fresh=True) as tensor:
             return self._until([sent(tensor[start : start + each.numel()], each) for start, each in parts][-1])
 
@@ -431,7 +431,7 @@ class FileRest(Rest):
         with self.here(changed=False) as tensor:
             self._until([sent(to, tensor[start : start + to.numel()]) for start, to in parts][-1]).wait()
 
-    def _until(self, through: Event) -> Event:
+    def _until(self, through: DeviceEvent) -> DeviceEvent:
         """The device copies from or to the buffer until then: a user of it waits, as for a read."""
         if self.room is not None and self.file.tier.threads is not None and not through.is_completed():
             self.room.work.append(self.file.tier.threads.submit(through.finish))

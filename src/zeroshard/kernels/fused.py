@@ -43,7 +43,7 @@ _FIRST = ("float", "bf16", "fp16")
 _devices: set[torch.device] = set()  # those on which kernels were compared, or could not be
 
 
-class Sums(Kernels):
+class SumKernels(Kernels):
     """Sums of contributions; squares of blocks, and exact sums of these, for norms."""
 
     text = "fused.cu"
@@ -169,7 +169,7 @@ class Fused:
 def every() -> list[type[Kernels]]:
     """Return the kernels of sums and norms, and those of features."""
     files = (feature.kernels for feature in features() if feature.kernels)
-    return [Sums, *(importlib.import_module(f"{__package__}.{name}").KERNELS for name in files)]
+    return [SumKernels, *(importlib.import_module(f"{__package__}.{name}").KERNELS for name in files)]
 
 
 def text() -> tuple[str, frozenset[str]]:

@@ -24,7 +24,7 @@ class Eighths(Kernels):
     lines = tuple(f"DEQUANTISE({name}, {WORDS[dtype]})" for name, dtype in zip(_DEQUANTISE, READ, strict=True))
     twins = (fp8.magnitudes, fp8.quantise_, fp8.dequantise_)
 
-    def magnitudes(self, masters: Tensor, tiles: fp8.Grid, first: int) -> Any:
+    def magnitudes(self, masters: Tensor, tiles: fp8.TileGrid, first: int) -> Any:
         if not self._fits(tiles) or not self.takes("largest", [masters], [torch.float32]):
             return DECLINED
         most = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
@@ -33,14 +33,14 @@ class Eighths(Kernels):
         )  # fmt: skip
         return most
 
-    def quantise_(self, raw: Tensor, masters: Tensor, scales: Tensor, tiles: fp8.Grid, first: int = 0) -> Any:
+    def quantise_(self, raw: Tensor, masters: Tensor, scales: Tensor, tiles: fp8.TileGrid, first: int = 0) -> Any:
         tensors, dtypes = [raw, masters, scales], [fp8.BYTE, torch.float32, torch.float32]
         if not self._fits(tiles) or not self.takes("quantise_", tensors, dtypes):
             return DECLINED
         self.run("quantise_", raw.numel(), *tensors, first, raw.numel(), *_numbers(tiles))
         return None
 
-    def dequantise_(self, values: Tensor, raw: Tensor, scales: Tensor, tiles: fp8.Grid) -> Any:
+    def dequantise_(self, values: Tensor, raw: Tensor, scales: Tensor, tiles: fp8.TileGrid) -> Any:
         name, tensors = f"dequantise_{WORDS.get(values.dtype)}", [values, raw, scales]
         if not self._fits(tiles) or not self.takes(name, tensors, [values.dtype, fp8.BYTE, torch.float32]):
             return DECLINED
@@ -53,7 +53,7 @@ class Eighths(Kernels):
         return None
 
     @staticmethod
-    def _fits(tiles: fp8.Grid) -> bool:
+    def _fits(tiles: fp8.TileGrid) -> bool:
         return tiles.rows * tiles.columns < LIMIT  # places in the tensor, of which this rank may have a part
 
     @staticmethod
@@ -67,7 +67,7 @@ class Eighths(Kernels):
                     yield Case([name], fp8.dequantise_, partial(how, "dequantise_", dtype, device))
 
 
-def _numbers(tiles: fp8.Grid) -> tuple[int, ...]:
+def _numbers(tiles: fp8.TileGrid) -> tuple[int, ...]:
     return tiles.columns, tiles.tall, tiles.wide, tiles.across
 
 

@@ -18,7 +18,7 @@ from .fusion import COUNT, STARTS, WARP, WORDS, Case, Function, Kernels, fold_ca
 _FOLDS = [(total, start, int8.Coded.kernel_word) for total, start in STARTS]
 
 
-class Codes(Kernels):
+class CodeKernels(Kernels):
     text = "fused_int8.cu"
     names = ("encode_", *(fold_name(*kinds) for kinds in _FOLDS))
     lines = tuple(fold_line(*kinds) for kinds in _FOLDS)
@@ -55,4 +55,4 @@ def _coded(device: torch.device, seed: int, call: Function) -> list[Tensor]:
     return [rows]
 
 
-KERNELS = Codes
+KERNELS = CodeKernels

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..arithmetic.sums import same_bits, simulated
 from ..comm.reduce_pipeline import Memory
 from ..comm.transport import Team, Work
-from ..device import Event, asynchronous, blank, event, pin, sent
+from ..device import DeviceEvent, asynchronous, blank, event, pin, sent
 from ..events import DEVICE, HOST, Ledger
 from ..layout.limits import PIECES
 from ..layout.partition import Bucket
@@ -58,7 +58,7 @@ class Rest:
     def behind(self) -> None:
         """Begin to put back what was changed, because it will not be used soon."""
 
-    def take(self, start: int, values: Tensor, *, fresh: bool) -> Event:
+    def take(self, start: int, values: Tensor, *, fresh: bool) -> DeviceEvent:
         """Replace elements from `start` on by values of the device, which must stay what they are until that event.
 
         fresh: these are all that counts of it.
@@ -72,7 +72,7 @@ class Rest:
         with self.here(changed=False) as tensor:
             to.copy_(tensor[start : start + to.numel()])
 
-    def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> Event:
+    def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> DeviceEvent:
         """`take` values from several places on. All that counts of it is in them."""
         return [self.take(start, values, fresh=True) for start, values in parts][-1]
 
@@ -107,7 +107,7 @@ class Pinned(Rest):
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
-        self._written = self._read = Event()  # until when the device writes here, and reads
+        self._written = self._read = DeviceEvent()  # until when the device writes here, and reads
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
@@ -116,7 +116,7 @@ class Pinned(Rest):
             self._read.finish()
         yield self.tensor
 
-    def take(self, start: int, values: Tensor, *, fresh: bool) -> Event:
+    def take(self, start: int, values: Tensor, *, fresh: bool) -> DeviceEvent:
         self._read.wait()  # what was taken before comes in the same stream
         self._written = sent(self.tensor[start : start + values.numel()], values)
         return self._written
@@ -226,7 +226,7 @@ class DeviceTier(Tier, Memory[Tensor]):
             torch.empty(0, device="cpu")
         )  # elsewhere torch's own allocator keeps memory
         self._pool = Pool() if own else None
-        self._pieces: list[tuple[Tensor, Event]] = []  # pinned memory of the host, and until when it is read
+        self._pieces: list[tuple[Tensor, DeviceEvent]] = []  # pinned memory of the host, and until when it is read
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:
         """Return a 1-D tensor of zeros, or with arbitrary content if not `zeroed`, counted under `state`."""
@@ -269,14 +269,14 @@ class DeviceTier(Tier, Memory[Tensor]):
     def _piece(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the pinned piece that was used longest ago, once the device has read it."""
         if len(self._pieces) < PIECES:
-            self._pieces.insert(0, (torch.empty(0, dtype=torch.uint8, device="cpu"), Event()))
+            self._pieces.insert(0, (torch.empty(0, dtype=torch.uint8, device="cpu"), DeviceEvent()))
         memory, through = self._pieces[0]
         through.finish()
         if memory.numel() < (nbytes := numel * dtype.itemsize):
             grown = pages(nbytes, self.device)
             self.ledger.hold("staging", grown.numel() - memory.numel(), HOST)
             memory = grown
-        self._pieces[:] = [*self._pieces[1:], (memory, Event())]
+        self._pieces[:] = [*self._pieces[1:], (memory, DeviceEvent())]
         return memory[:nbytes].view(dtype)
 
 

@@ -27,7 +27,7 @@ from ..weights.unit import Unit
 from .accumulator import Accumulator, Entry
 
 
-class State(enum.Enum):
+class ContributionState(enum.Enum):
     ABSENT = enum.auto()
     FILLING = enum.auto()
     KEPT = enum.auto()
@@ -36,12 +36,14 @@ class State(enum.Enum):
 
 
 _LEGAL = {
-    (State.ABSENT, State.FILLING),
-    (State.FILLING, State.KEPT),
-    (State.FILLING, State.SENT),
-    (State.KEPT, State.FILLING),
-    (State.SENT, State.LANDED),
-    *((state, State.ABSENT) for state in State),  # an exception ended its backward, or its gradients were cleared
+    (ContributionState.ABSENT, ContributionState.FILLING),
+    (ContributionState.FILLING, ContributionState.KEPT),
+    (ContributionState.FILLING, ContributionState.SENT),
+    (ContributionState.KEPT, ContributionState.FILLING),
+    (ContributionState.SENT, ContributionState.LANDED),
+    *(
+        (state, ContributionState.ABSENT) for state in ContributionState
+    ),  # an exception ended its backward, or its gradients were cleared
 }
 
 
@@ -70,7 +72,7 @@ class Contribution:
         self.codec = codec
         self._division = division
         self.sources = division.sources
-        self.state = State.ABSENT
+        self.state = ContributionState.ABSENT
         self.memory: Tensor | None = None  # full-size, for each source
         self.local = False  # did it begin under no_sync? It was zeroed, and all gradients are added to it
         self.received: dict[int, int] = {}  # slot index -> gradients received
@@ -85,14 +87,14 @@ class Contribution:
 
     # --- its life ---------------------------------------------------------------------------------------------------
 
-    def move(self, state: State) -> None:
+    def move(self, state: ContributionState) -> None:
         assert (self.state, state) in _LEGAL, f"{self.bucket.index}: {self.state} -> {state}"
         self.state = state
 
     def begin(self) -> None:
         """Begin a backward: wait for every parameter that requires a gradient and has elements."""
-        if self.state is not State.KEPT:
-            self.move(State.ABSENT)
+        if self.state is not ContributionState.KEPT:
+            self.move(ContributionState.ABSENT)
         self.received.clear()
         self.hold = False
         for entry in self.entries if self.sources > 1 else ():
@@ -108,7 +110,7 @@ class Contribution:
         if local:
             memory.zero_()
         self.memory, self.local = memory, local
-        self.move(State.FILLING)
+        self.move(ContributionState.FILLING)
 
     def encode(self, scratch: Scratch[Tensor]) -> Tensor:
         """Return this rank's contribution as it is sent, with zeros for gradients that did not come."""
@@ -124,7 +126,7 @@ class Contribution:
             self.memory, self.local = sent, False
         return sent
 
-    def end(self, state: State) -> None:
+    def end(self, state: ContributionState) -> None:
         """Take note that its memory was given back: it is in the sum (LANDED), or nowhere (ABSENT)."""
         self.local = False
         self.move(state)
@@ -132,7 +134,7 @@ class Contribution:
     @property
     def launched(self) -> bool:
         """True once it was sent in this backward."""
-        return self.state in (State.SENT, State.LANDED)
+        return self.state in (ContributionState.SENT, ContributionState.LANDED)
 
     @property
     def unsent(self) -> bool:

@@ -29,14 +29,14 @@ from torch import Tensor
 from ...comm.agreement import Group
 from ...comm.reduce_pipeline import Scratch
 from ...comm.transport import Work
-from ...device import Event, event
+from ...device import DeviceEvent, event
 from ...layout.limits import IN_FLIGHT
 from ...policies.comm import Comm
 from ...tiers.tier import DeviceTier
 from ..weights.buffer import Buffer
 from ..weights.unit import profiled
 from .accumulator import Accumulator, Entry
-from .contribution import Contribution, State, check_dense, second_gradient
+from .contribution import Contribution, ContributionState, check_dense, second_gradient
 from .gradient import Gradients
 from .sharded_grad import ShardedGrad
 from .subscriber import Subscriber
@@ -53,7 +53,7 @@ UNHURRIED = 60.0  # where what is held is compared with a plan, which must not d
 class Standstill:
     """One pause of backward for the oldest reduction, and why it ends before that has come."""
 
-    def __init__(self, group: Group, own: Event | None, pause: float, asks: float) -> None:
+    def __init__(self, group: Group, own: DeviceEvent | None, pause: float, asks: float) -> None:
         """own: what this rank's device has to come to before another can be late; by default all that it was given."""
         self._group = group
         self._pause = pause
@@ -231,7 +231,7 @@ class Reduction:
                 time.sleep(0.0001)
             work.stood_still(since)
 
-    def _due(self, allowed: int) -> tuple[Callable[[], bool], Event | None, Work, Callable[[], None]] | None:
+    def _due(self, allowed: int) -> tuple[Callable[[], bool], DeviceEvent | None, Work, Callable[[], None]] | None:
         """Return the oldest sum that is in the way of others: is it here?, this rank's part of it, its Work, and how to
         go on with it."""
         for each in self.subscribers:
@@ -303,7 +303,7 @@ class Reduction:
             for contribution in (self.contributions[index] for index in with_gradient):
                 if not contribution.launched:  # by a question about gradients, inside this backward
                     self.sums.room(contribution, local=True)
-                    contribution.move(State.KEPT)
+                    contribution.move(ContributionState.KEPT)
         else:
             for index in self.order[self._next :]:
                 if index in with_gradient:

@@ -25,13 +25,13 @@ from ...arithmetic.sums import divides_exactly, fold, simulated
 from ...comm.agreement import Group
 from ...comm.reduce_pipeline import Flow, Memory, Scratch
 from ...comm.transport import Work
-from ...device import Event, asynchronous, behind, event
+from ...device import DeviceEvent, asynchronous, behind, event
 from ...errors import TierError
 from ...layout.limits import LEAVING
 from ...policies.comm import Comm
 from ...tiers.tier import DeviceTier
 from .accumulator import Accumulator
-from .contribution import Contribution, State
+from .contribution import Contribution, ContributionState
 from .subscriber import Subscriber
 
 
@@ -69,7 +69,7 @@ class _Messages(Memory[Tensor]):
 
     def __init__(self, tier: DeviceTier) -> None:
         self._tier = tier
-        self.through = Event()  # of all sums so far
+        self.through = DeviceEvent()  # of all sums so far
 
     def reserve(self, state: str, numel: int, dtype: Any, *, zeroed: bool = True) -> Tensor:
         return self._tier.reserve(state, numel, dtype, zeroed=zeroed)
@@ -100,7 +100,7 @@ class Sent:
     work: Work
     receive: Tensor
     delivery: Delivery
-    own: Event  # which this rank's device comes to before it sends its part
+    own: DeviceEvent  # which this rank's device comes to before it sends its part
 
     @property
     def running(self) -> Tensor | None:
@@ -109,12 +109,12 @@ class Sent:
     @property
     def awaited(self) -> Work:
         """The work that it waits for: contributions that this rank adds up, or the average."""
-        return self.work if self.contribution.state is State.SENT else self.delivery.back
+        return self.work if self.contribution.state is ContributionState.SENT else self.delivery.back
 
     def here(self) -> bool:
         """Tell if all has come that it needs to go on."""
         here = self.awaited.done()
-        if here and self.contribution.state is State.SENT:
+        if here and self.contribution.state is ContributionState.SENT:
             self.delivery.receive()
             return self.delivery.came.done()
         return here
@@ -143,7 +143,7 @@ class Sums(Flow[Sent, Tensor]):
         self._deliver = deliver
         self._stored = stored
         self.apart = True  # does the device make sums in a stream of their own?
-        self._leaving: list[tuple[Event, Tensor]] = []  # averages on their way from the device to where they rest
+        self._leaving: list[tuple[DeviceEvent, Tensor]] = []  # averages on their way from the device to where they rest
 
     # --- this rank's contribution -----------------------------------------------------------------------------------
 
@@ -152,11 +152,11 @@ class Sums(Flow[Sent, Tensor]):
 
         local: under no_sync, in the gradients' dtype.
         """
-        if contribution.state is State.ABSENT:
+        if contribution.state is ContributionState.ABSENT:
             contribution.fill(self._room(contribution, local=local), local=local)
-        elif contribution.state is State.KEPT:
+        elif contribution.state is ContributionState.KEPT:
             # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
-            contribution.move(State.FILLING)
+            contribution.move(ContributionState.FILLING)
 
     def _room(self, contribution: Contribution, *, local: bool) -> Tensor:
         accumulator, buffer = contribution.accumulator, contribution.buffer
@@ -174,7 +174,7 @@ class Sums(Flow[Sent, Tensor]):
     def drop(self, contribution: Contribution) -> None:
         """Give back the memory of a contribution, sent or not."""
         self._give_back(contribution)
-        contribution.end(State.ABSENT)
+        contribution.end(ContributionState.ABSENT)
 
     def _give_back(self, contribution: Contribution) -> None:
         for transient in (contribution.accumulator.aside, contribution.memory):
@@ -194,7 +194,7 @@ class Sums(Flow[Sent, Tensor]):
         else:
             receive = self.scratch.take(own * team.room * contribution.sources, send.dtype)
             work = team.reduce(send, receive, bucket, contribution.sources)
-        contribution.move(State.SENT)
+        contribution.move(ContributionState.SENT)
         self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch), own_part))
 
     # --- the sum ----------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ class Sums(Flow[Sent, Tensor]):
 
     def landed(self, sent: Sent) -> None:
         self._give_back(sent.contribution)
-        sent.contribution.end(State.LANDED)
+        sent.contribution.end(ContributionState.LANDED)
 
     def _fold(self, sent: Sent, *, divided: bool) -> None:
         """Add this rank's contributions to what came, or, on the first replica, to what there is."""

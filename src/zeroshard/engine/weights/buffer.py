@@ -31,7 +31,7 @@ from ...tiers.tier import DeviceTier, Tier
 from .codec import Cast, Plain
 from .edits import Edits, increment_versions
 from .flat import Flat
-from .gathered import Gathered, State, alias, home
+from .gathered import Gathered, GatheredState, alias, home
 from .guard import SavedTensors, unflip
 
 
@@ -68,7 +68,7 @@ class Place:
     def touch(self, param: nn.Parameter) -> None:
         """Open the parameter, or raise `ReleasedError` if it cannot be gathered."""
         self.buffer.reader.touch(self.buffer, self.position)
-        if self.buffer.gathered.state is State.OPEN:
+        if self.buffer.gathered.state is GatheredState.OPEN:
             unflip(param)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -362,7 +362,7 @@ class Buffer:
 
     def close(self) -> None:
         """Guard the parameters; the data stays."""
-        if self.gathered.state is State.OPEN:
+        if self.gathered.state is GatheredState.OPEN:
             self.land()
             self.gathered.close()
 

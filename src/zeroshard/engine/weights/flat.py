@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...comm.agreement import Group
 from ...comm.transport import Work
-from ...device import TO_THE_DEVICE, Event, behind, event, streams
+from ...device import TO_THE_DEVICE, DeviceEvent, behind, event, streams
 from ...errors import TierError
 from ...events import ends
 from ...layout.partition import Bucket
@@ -186,7 +186,7 @@ class Flat:
         if self.rest.lands_at_once:
             self.redistribute().wait()
 
-    def take(self, values: Tensor, *, fresh: bool) -> Event:
+    def take(self, values: Tensor, *, fresh: bool) -> DeviceEvent:
         """Replace what is owned by values of the device, which must stay what they are until the event that it returns.
 
         fresh: nothing else that rests here counts.

@@ -44,7 +44,7 @@ from ...tiers.tier import DeviceTier
 from .guard import flip, unflip
 
 
-class State(enum.Enum):
+class GatheredState(enum.Enum):
     RELEASED = enum.auto()
     ARRIVING = enum.auto()
     GUARDED = enum.auto()
@@ -52,12 +52,12 @@ class State(enum.Enum):
 
 
 _LEGAL = {
-    (State.RELEASED, State.ARRIVING),
-    (State.ARRIVING, State.GUARDED),
-    (State.GUARDED, State.ARRIVING),
-    (State.GUARDED, State.OPEN),
-    (State.GUARDED, State.RELEASED),
-    (State.OPEN, State.GUARDED),
+    (GatheredState.RELEASED, GatheredState.ARRIVING),
+    (GatheredState.ARRIVING, GatheredState.GUARDED),
+    (GatheredState.GUARDED, GatheredState.ARRIVING),
+    (GatheredState.GUARDED, GatheredState.OPEN),
+    (GatheredState.GUARDED, GatheredState.RELEASED),
+    (GatheredState.OPEN, GatheredState.GUARDED),
 }
 
 
@@ -130,7 +130,7 @@ class Gathered:
         self.tier = tier
         self.of_model: Sequence[Gathered] = (self,)  # those of all buckets
         self.frozen = 0  # objects that the collector does not show, and that refer to nothing here
-        self.state = State.OPEN
+        self.state = GatheredState.OPEN
         self.current = True  # are these the weights that a gather would bring?
         self.full: Tensor
         self.views: list[Tensor]  # the parameters in `full`
@@ -169,14 +169,14 @@ class Gathered:
 
     @property
     def released(self) -> bool:
-        return self.state is State.RELEASED
+        return self.state is GatheredState.RELEASED
 
     @property
     def ready(self) -> bool:
         """True if the current weights are gathered, or on their way."""
-        return self.state is not State.RELEASED and self.current
+        return self.state is not GatheredState.RELEASED and self.current
 
-    def _move(self, state: State) -> None:
+    def _move(self, state: GatheredState) -> None:
         if state is not self.state and (self.state, state) not in _LEGAL:
             raise AssertionError(f"a bucket went from {self.state} to {state}")
         self.state = state
@@ -198,14 +198,14 @@ class Gathered:
 
     def arriving(self) -> None:
         """Take note that new weights are on their way; if the parameters are open these are replaced while in use."""
-        if self.state is not State.OPEN:
-            self._move(State.ARRIVING)
+        if self.state is not GatheredState.OPEN:
+            self._move(GatheredState.ARRIVING)
         self.current = True
 
     def landed(self) -> None:
         """Take note that arriving weights are complete."""
-        if self.state is State.ARRIVING:
-            self._move(State.GUARDED)
+        if self.state is GatheredState.ARRIVING:
+            self._move(GatheredState.GUARDED)
 
     def open(self) -> bool:
         """Make guarded parameters plain. Returns if they were guarded before.
@@ -213,9 +213,9 @@ class Gathered:
         Here and in `close` an interrupt leaves some that are guarded though the bucket is open, which a touch mends
         (`Place.touch`), and none that can be read though it is not.
         """
-        if self.state is not State.GUARDED:
+        if self.state is not GatheredState.GUARDED:
             return False
-        self._move(State.OPEN)
+        self._move(GatheredState.OPEN)
         for param in self.params:
             unflip(param)
         return True
@@ -224,7 +224,7 @@ class Gathered:
         """Guard the parameters; the data stays."""
         for param in self.params:
             flip(param)
-        self._move(State.GUARDED)
+        self._move(GatheredState.GUARDED)
 
     def claim(self) -> None:
         """Count prefetched memory as gathered from now on, because it is used."""
@@ -251,7 +251,7 @@ class Gathered:
 
     def give_back_memory(self) -> None:
         """Point the parameters at the placeholder, and give the memory back to the tier."""
-        self._move(State.RELEASED)
+        self._move(GatheredState.RELEASED)
         self._point(self._absent)
         self._placeholder.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
         full, self.full, self.views = self.full, self._placeholder.view(self.dtype)[:1], self._shapes

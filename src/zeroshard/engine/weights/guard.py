@@ -348,7 +348,7 @@ class SavedWeight(NamedTuple):
 class SavedPart(NamedTuple):
     """Instead of a `DTensor` (`tensor_parallel.py`): a note of its local tensor, and what makes one of it again."""
 
-    note: Saved
+    note: SavedNote
     made: Callable[..., Tensor]
     spec: Any
 
@@ -404,13 +404,13 @@ class PackedWeight(NamedTuple):
         return self.unpack(tree_unflatten(leaves, self.tree))
 
 
-class Saved(Protocol):
+class SavedNote(Protocol):
     """A note that autograd holds instead of a tensor."""
 
     def restore(self) -> Tensor: ...
 
 
-def _unpack(note: Saved) -> Tensor:
+def _unpack(note: SavedNote) -> Tensor:
     return note.restore()
 
 
@@ -427,7 +427,7 @@ class SavedTensors:
     """The pairs of hooks, and the stack discipline of pushing and popping them."""
 
     def __init__(self) -> None:
-        self.default: Callable[[Tensor], Saved] = outside(
+        self.default: Callable[[Tensor], SavedNote] = outside(
             SavedItself.of
         )  # what is not ours and no other pair of hooks wants
         self.inputs: Callable[[Any, Any], Any] = lambda args, kwargs: None  # how a forward's frame refers to its own
@@ -477,7 +477,7 @@ class SavedTensors:
         for source in self._sources.values():
             source.unnoted = True
 
-    def _pack(self, below: Any, tensor: Tensor) -> Saved:
+    def _pack(self, below: Any, tensor: Tensor) -> SavedNote:
         source = self._source_of(tensor)
         if source is None:
             return self.default(tensor) if below is None else OuterHooks(below[0](tensor), below[1])
@@ -504,7 +504,7 @@ class SavedTensors:
         tensor = _local(tensor)
         return self._sources.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
-    def _note(self, tensor: Tensor, source: Source) -> Saved:
+    def _note(self, tensor: Tensor, source: Source) -> SavedNote:
         if (local := _local(tensor)) is not tensor:
             return SavedPart(self._note(local, source), type(tensor), tensor._spec)  # type: ignore[attr-defined]
         offset = tensor.storage_offset()

@@ -33,7 +33,7 @@ from .build.preflight import Structure, check_trained, refuse_wrapper
 from .build.rollback import Before
 from .build.supported_optimizers import by_bucket, check_added, check_options, sends
 from .build.tensor_parallel import mesh_of
-from .gradients.backward import in_backward
+from .gradients.backward import backward_is_running
 from .gradients.contribution import Contribution, Division
 from .gradients.gradient import Gradients
 from .gradients.reduction import Reduction
@@ -379,7 +379,7 @@ class Engine:
             last = self.group.ranks - 1
             instead = "write_from=0, on every rank"
             raise UserError("write_from names a rank", expected=f"0 to {last}", got=repr(write_from), instead=instead)
-        if in_backward():
+        if backward_is_running():
             instead = "touch the parameter, or gather before backward"
             raise StateError("gathered() inside backward cannot be answered", instead=instead)
         units = units_named(self.model, self.managed, self.units, what)
@@ -446,7 +446,7 @@ class Engine:
 
     def meet_for_checkpoint(self, what: str, *, weights: bool = True) -> None:
         self.schedule.recover()
-        if in_backward() or self.schedule.script.active or any(unit.pinned for unit in self.units):
+        if backward_is_running() or self.schedule.script.active or any(unit.pinned for unit in self.units):
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
         for each in self.reduction.subscribers:

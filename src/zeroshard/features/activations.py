@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..arithmetic.sums import simulated
 from ..device import TO_THE_DEVICE, DeviceEvent, asynchronous, behind, event, streams
-from ..engine.gradients.backward import in_backward
+from ..engine.gradients.backward import backward_is_running
 from ..engine.gradients.subscriber import Subscriber
 from ..engine.weights.forward import Forward, Frame
 from ..engine.weights.guard import SavedItself, SavedNote, check_version
@@ -157,7 +157,7 @@ class Activations(Subscriber):
         """Keep a tensor that autograd saves, which is none of the weights that are released."""
         forward = self._forward()
         frames = forward.frames if forward is not None else ()
-        if not frames or frames[-1].again or in_backward():
+        if not frames or frames[-1].again or backward_is_running():
             return SavedItself.of(tensor)
         if frames[0] is not self._outermost():
             self._begin(frames[0])

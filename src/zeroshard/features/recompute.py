@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ..engine.gradients.backward import in_backward
+from ..engine.gradients.backward import backward_is_running
 from ..engine.step.schedule import Schedule
 from ..engine.weights.modes import outside, transformed
 from ..engine.weights.unit import Unit
@@ -54,7 +54,7 @@ class _Segment:
         schedule, unit = self._schedule(), self._unit
         if schedule is None:
             return None
-        if in_backward() and not schedule.forward.inside(unit):
+        if backward_is_running() and not schedule.forward.inside(unit):
             try:
                 schedule.enter(unit, self._module, (), {})  # torch runs this again, and not the module with its hooks
             except BaseException:

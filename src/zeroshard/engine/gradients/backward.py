@@ -29,7 +29,7 @@ from .gradient import Gradients
 from .reduction import Reduction
 
 
-def in_backward() -> bool:
+def backward_is_running() -> bool:
     """Tell if this thread is inside the autograd engine."""
     return torch._C._current_graph_task_id() != -1
 
@@ -213,7 +213,7 @@ class Backward(Transaction):
             unit.backward_ended()
 
     def running(self) -> bool:
-        return self.begun and in_backward()
+        return self.begun and backward_is_running()
 
     def left(self) -> bool:
         # Not by its call alone: on a device its hooks run on a thread of autograd's, below no call of backward.

@@ -23,7 +23,7 @@ from ...comm.frames import Call
 from ...comm.own_collectives import OwnCollectives
 from ...errors import StateError, TierError, UserError, without_own_lines
 from ..gradients.accumulator import Entry
-from ..gradients.backward import in_backward
+from ..gradients.backward import backward_is_running
 from ..gradients.gradient import Gradients
 from ..weights.buffer import Buffer, Place
 from ..weights.modes import unseen
@@ -288,7 +288,7 @@ class Binding(Transaction):
                 expected="states on the device, and gradients in the dtype that the optimizer updates",
                 instead="optimizer.step() without torch.compile",
             )
-        if in_backward():
+        if backward_is_running():
             raise StateError(
                 "optimizer.step() inside backward: the gradients are not summed over the ranks yet",
                 where=f"optimizer {self.number}, rank {self.group.rank}",

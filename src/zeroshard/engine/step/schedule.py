@@ -28,7 +28,7 @@ from ...errors import PeerError, ReleasedError, StateError
 from ...layout.partition import Bucket, plain_name
 from ...policies.comm import Comm
 from ...policies.precision import Precision
-from ..gradients.backward import Backward, in_backward
+from ..gradients.backward import Backward, backward_is_running
 from ..gradients.gradient import Gradients
 from ..gradients.reduction import Reduction
 from ..weights.buffer import Buffer
@@ -144,7 +144,7 @@ class Schedule:
     def enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Begin a unit's forward: gather it and open it."""
         self._refuse_export()
-        recompute = in_backward()
+        recompute = backward_is_running()
         self.group.hear_crossed()
         if not recompute and self._elsewhere(unit):
             self.group.cross()
@@ -195,7 +195,7 @@ class Schedule:
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """End a unit's forward, after its normal end or an exception."""
-        refused = not in_backward() and self._elsewhere(unit)
+        refused = not backward_is_running() and self._elsewhere(unit)
         if not refused and self.forward.has(unit):  # else it was refused before it began
             # After a loss there is nothing to wait for, and the error that is under way has said so.
             with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
@@ -318,7 +318,7 @@ class Schedule:
         if buffer.resident:
             unit.open()
             return
-        if in_backward():
+        if backward_is_running():
             self.backward.event()
         elif not self.forward.frames:
             name = buffer.bucket.slots[index].name
@@ -360,7 +360,7 @@ class Schedule:
 
     def fetch(self, buffer: Buffer) -> None:
         """Gather a bucket of which autograd needs a saved weight."""
-        if in_backward():
+        if backward_is_running():
             self.backward.event()
         unit = self._unit_of[id(buffer)]
         self.backward.needs(unit)
@@ -492,7 +492,7 @@ class Schedule:
             for unit in units:
                 unit.open()
             # What is computed with the weights here, a penalty say, saves them for a backward that may come later.
-            pushed = self.releases and torch.is_grad_enabled() and not in_backward() and self.saved.push()
+            pushed = self.releases and torch.is_grad_enabled() and not backward_is_running() and self.saved.push()
             yield
         finally:
             if pushed:

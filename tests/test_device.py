@@ -44,6 +44,7 @@ from zeroshard.engine.weights.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.features.relay import Relay
+from zeroshard.hooks import features, first
 from zeroshard.layout.partition import Spec, partition
 from zeroshard.layout.stage import seat
 from zeroshard.policies.layout import Layout
@@ -600,7 +601,7 @@ def connects(replicas):
         patch.setattr(replicate_axis.log, "warning", lambda *said: warned.append(said))
         team = zero._engine.group.team
         team.queued, _ = True, vars(team).pop("column", None)
-        assert (team.column is None) == (replicas == 1)
+        assert (first(each.column(team) for each in features()) is None) == (replicas == 1)
         own._connect([own.streams[at].group for at in own.queues])
     assert len(warned) == (replicas > 1 and ranks.rank() == 0)
     return called

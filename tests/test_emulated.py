@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from itertools import product
 
 import pytest
@@ -132,6 +133,27 @@ def late():
 def test_kernels_are_late_and_counted_by_the_line_that_asks():
     (told,) = emulated.run(1, late)
     assert "launches 4\n             4  test_emulated.py:late" in told
+
+
+def after_a_wait():
+    """How many kernels have run, of those that somebody waited for, and of all, long after the wait."""
+    from emulated.device import device
+
+    x = torch.ones(4, device="emu")
+    waited = torch.emu.Event()
+    waited.record()
+    for _ in range(40):
+        x = x + 1
+    waited.synchronize()
+    time.sleep(0.1)
+    queue = device().machine.default
+    return queue.through, queue.issued
+
+
+def test_what_nobody_waits_for_has_not_run_after_a_wait():
+    """Else a wait that is missing behind another one would be found by nothing."""
+    ((through, issued),) = emulated.run(1, after_a_wait)
+    assert through == 1 and issued > 40
 
 
 def poisoned():

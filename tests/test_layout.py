@@ -464,6 +464,7 @@ def test_the_layout_imports_neither_torch_nor_anything_distributed():
         "itertools",
         "typing",
         "errors",
+        "policies.layout",  # for types
         "validation",
         "balance",
         "stage",

@@ -252,7 +252,7 @@ class Machine:
             while True:
                 for who in [who for who, marks in self._wanted.items() if who < 0 and all(m.reached for m in marks)]:
                     del self._wanted[who]
-                if (not self._wanted and not self._early) or self.error is not None or not self._step():
+                if not (self._early or self._waited()) or self.error is not None or not self._step():
                     self._idle = True
                     self.changed.notify_all()
                     self.changed.wait()
@@ -261,6 +261,10 @@ class Machine:
                     self._early = max(self._early - 1, 0)
                     if not self._early:
                         self.changed.notify_all()
+
+    def _waited(self) -> bool:
+        """Does anybody wait for what has not run? Whoever waited may not have woken up yet."""
+        return any(not mark.reached for marks in self._wanted.values() for mark in marks)
 
     def needed(self) -> dict[Queue, int]:
         """Up to where each stream has to run, for all that somebody waits for."""

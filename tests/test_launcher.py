@@ -342,6 +342,45 @@ def test_who_waits_in_shard_says_for_whom_and_how_long(monkeypatch, caplog):
     assert "rank 2 is gone" in str(caught.value) and "End a rank that has not come" in str(caught.value)
 
 
+class Counting:
+    """A store that counts the keys that are asked for and read."""
+
+    def __init__(self, store):
+        self.store, self.asked, self.read = store, 0, 0
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def check(self, keys):
+        self.asked = max(self.asked, len(keys))
+        return self.store.check(keys)
+
+    def get(self, key):
+        self.read += 1
+        return self.store.get(key)
+
+
+def test_many_ranks_come_together_by_one_text():
+    """The last to come reads what each has set, and writes it as one; the others ask for one key and read one."""
+    ranks, store = 48, torch.distributed.HashStore()
+    seen = [Counting(store) for _ in range(ranks)]
+    watches = [watch.Watch(rank, "127.0.0.1", dict) for rank in range(ranks)]
+    came = [
+        threading.Thread(target=watch.come_together, args=(own, each, "place", ranks, lambda: False, 30.0))
+        for own, each in zip(watches, seen, strict=True)
+    ]
+    for thread in came:
+        thread.start()
+    for thread in came:
+        thread.join()
+    addresses = {rank: own.address for rank, own in enumerate(watches)}
+    assert all(own.peers == addresses for own in watches)
+    assert sorted(each.read for each in seen) == [1] * (ranks - 1) + [ranks + 1]
+    assert {each.asked for each in seen} == {1}
+    for own in watches:
+        own.close()
+
+
 @pytest.mark.row(77)
 def test_who_waits_for_the_process_group_says_so(monkeypatch, caplog):
     """Nobody can be asked there. Once it is made, nothing is said."""

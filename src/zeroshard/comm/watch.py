@@ -231,10 +231,12 @@ def come_together(
     at: a name in the store that has not been used yet. alike: what every rank must say. cut_off: has a connection
     to any rank ended? One that died before it came has left nothing else to tell by.
     """
-    keys, trouble = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble"
+    keys, trouble, everyone = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble", f"{at}/everyone"
     store.set(keys[watch.rank], json.dumps([watch.address, alike]))
+    if store.add(f"{at}/came", 1) == ranks:  # the last one reads what all have set: the others ask for one key each
+        store.set(everyone, json.dumps([json.loads(store.get(key)) for key in keys]))
     deadline, pause, ended, said = time.monotonic() + limit, 0.001, False, False
-    while not (complete := store.check(keys)):
+    while not (complete := store.check([everyone])):
         ended = cut_off()
         if ended or watch.alarm or store.check([trouble]) or time.monotonic() > deadline:
             break
@@ -247,13 +249,15 @@ def come_together(
             )  # fmt: skip
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
-    here = [rank for rank in range(ranks) if complete or store.check([keys[rank]])]
-    told = {rank: json.loads(store.get(keys[rank])) for rank in here}
+    if complete:
+        told = dict(enumerate(json.loads(store.get(everyone))))
+    else:
+        told = {rank: json.loads(store.get(key)) for rank, key in enumerate(keys) if store.check([key])}
     watch.peers = {rank: tuple(address) for rank, (address, _) in told.items()}
     if store.check([trouble]):
         raise PeerError("another rank cannot shard its model", got=store.get(trouble).decode())
     if not complete:
-        absent = [rank for rank in range(ranks) if rank not in here]
+        absent = [rank for rank in range(ranks) if rank not in told]
         late = "has not come to shard(...)" + (", and one that has not has ended" if ended else "")
         lose(watch, watch.blame() or dict.fromkeys(absent, GONE if ended and len(absent) == 1 else late))
     if any(said != alike for _, said in told.values()):

@@ -24,6 +24,7 @@ import ranks
 import reference
 import zeroshard
 from zeroshard import Comm, Error, Layout, Precision
+from zeroshard.engine.gradients.accumulator import Accumulator
 from zeroshard.errors import PeerError, UserError
 
 STAGES = (0, 1, 2, 3)
@@ -749,3 +750,50 @@ def test_a_smaller_block_refuses_updates_in_16_bits(stage):
         with pytest.raises(UserError, match=r"(?s)round elsewhere.*'weight'.*align=128.*fp32 masters"):
             zeroshard.shard(model, None, stage=stage, precision=precision, layout=layout)
         zeroshard.shard(model, None, stage=stage, precision=precision, layout=Layout(align=1, bounds="tensor"))
+
+
+def scaled(stage, whole):
+    """How often a sum was edited while gradients were clipped, and the number of buckets."""
+    model = models.build("mlp", sizes=(7, 12, 12, 5))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    models.loss("mlp", model, models.batch("mlp", 0, zero.rank)).backward()
+    edited, edit = [], Accumulator.edit
+
+    def editing(accumulator):
+        edited.append(accumulator.bucket.index)
+        edit(accumulator)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accumulator, "edit", editing)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01) if whole else [
+            param.grad.mul_(0.5) for param in model.parameters()
+        ]
+    return len(edited), len(zero.partition.buckets)
+
+
+def test_clipping_scales_each_bucket_once(ranks, stage):
+    """And not each of its parameters; torch asks for all norms at once as it does with DTensor."""
+    for edited, buckets in ranks.run(2, scaled, stage, True):
+        assert edited == buckets < 6
+    assert [edited for edited, _ in ranks.run(2, scaled, stage, False)] == [6, 6]
+
+
+def partly_scaled(stage):
+    """Some gradients of a bucket are scaled in a list, twice one, by a tensor: the others stay."""
+    model = models.build("mlp", sizes=(7, 12, 12, 5))
+    zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    models.loss("mlp", model, models.batch("mlp", 0, zero.rank)).backward()
+    before = [param.grad.full_tensor() for param in model.parameters()]
+    grads = [param.grad for param in model.parameters()]
+    torch._foreach_mul_(grads[:3], torch.tensor(0.5))
+    torch._foreach_div_(grads, 4.0)
+    torch._foreach_mul_([*grads, grads[0]], 2.0)
+    after = [param.grad.full_tensor() for param in model.parameters()]
+    for number, (old, new) in enumerate(zip(before, after, strict=True)):
+        want = old * 0.5 if number < 3 else old
+        want = want / 4.0 * 2.0
+        assert torch.equal(new, want * 2.0 if number == 0 else want), number
+
+
+def test_a_list_of_some_gradients_is_scaled_one_by_one(ranks, stage):
+    ranks.run(2, partly_scaled, stage)

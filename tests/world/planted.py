@@ -43,8 +43,8 @@ BUGS = (
     ),
     Bug(
         "the memory that a reduction lands in is given back when it is launched", "engine/gradients/sums.py",
-        "        contribution.move(State.SENT)\n        self.begin(Sent(",
-        "        contribution.move(State.SENT)\n        self.scratch.give_back(receive)\n        self.begin(Sent(",
+        "        contribution.move(ContributionState.SENT)\n        self.begin(Sent(",
+        "        contribution.move(ContributionState.SENT)\n        self.scratch.give_back(receive)\n        self.begin(Sent(",
     ),
     Bug(
         "the order of reductions follows what this rank got", "engine/gradients/reduction.py",

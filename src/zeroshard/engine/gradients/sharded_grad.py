@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _foreach_supported_types
 
 from ...comm.agreement import Group
 from ...device import ask
@@ -249,7 +250,10 @@ class ShardedGrad(Tensor):
             _edit(func, args[0], args[1:], kwargs)
             return args[0]
         if func in _FOREACH:  # in a list with gradients of parameters that are not managed, perhaps
+            scaled = _scale_buckets(_FOREACH[func], *args, **kwargs)
             for number, grad in enumerate(args[0]):
+                if id(grad) in scaled:
+                    continue
                 others = [a[number] if isinstance(a, (list, tuple)) else a for a in args[1:]]
                 if isinstance(grad, ShardedGrad):
                     _edit(_FOREACH[func], grad, others, kwargs)
@@ -338,8 +342,9 @@ def _norm(
             got=f"dim={dim}",
             instead="p.grad.full_tensor().norm(dim=...) on every rank",
         )
+    entries = iter(_entries(grads))
     norms = [
-        grad._book.norm(grad._current, float(order))
+        grad._book.norm(next(entries), float(order))
         if isinstance(grad, ShardedGrad)
         else torch.linalg.vector_norm(grad, order, dtype=dtype)
         for grad in several
@@ -353,6 +358,7 @@ _ELEMENTWISE = {
     aten.zero_.default, aten.neg_.default, aten.sign_.default, aten.nan_to_num_.default, aten.fill_.Scalar,
     aten.copy_.default, aten.masked_fill_.Scalar, aten.masked_fill_.Tensor,
 }  # fmt: skip
+_SCALES = {aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar}
 _INDEX_FILL = {aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor}
 _INTO = {  # with out= the gradient itself, as nan_to_num(p.grad, out=p.grad): an edit in place by another name
     aten.mul.out: aten.mul_.Tensor,
@@ -392,6 +398,46 @@ _FOREACH = {
     aten._foreach_clamp_min_.Scalar: aten.clamp_min_.default,
     aten._foreach_clamp_max_.Scalar: aten.clamp_max_.default,
 }
+
+
+def _entries(grads: Sequence[ShardedGrad]) -> list[Entry]:
+    """Return the entries of gradients, as `_current` does, in one go."""
+    with torch._C.DisableTorchFunctionSubclass():
+        known = [(grad, grad._book, grad._entry) for grad in grads]
+        return [
+            entry if book.refuse is None and entry.param.grad is grad else grad._current for grad, book, entry in known
+        ]
+
+
+def _scale_buckets(func: Any, grads: Sequence[Any], *numbers: Any, **kwargs: Any) -> set[int]:
+    """Multiply or divide by one number, bucket by bucket, where all gradients of a bucket are among these. Returns the
+    ids of those that are done."""
+    done: set[int] = set()
+    if func not in _SCALES or len(numbers) != 1 or isinstance(numbers[0], (list, tuple)) or kwargs:
+        return done
+    (number,) = numbers
+    if isinstance(number, Tensor) and (isinstance(number, ShardedGrad) or number.dim()):
+        return done
+    whole = [grad for grad in grads if isinstance(grad, ShardedGrad) and not grad._is_fragment]
+    of: dict[int, list[ShardedGrad]] = {}
+    for grad, entry in zip(whole, _entries(whole), strict=True):
+        of.setdefault(id(entry.accumulator), []).append(grad)
+    for group in of.values():
+        book, accumulator = group[0]._book, group[0]._entry.accumulator
+        if sorted(grad._number for grad in group) != sorted(entry.number for entry in accumulator.entries):
+            continue
+        book.note_edit(func.__name__, number)
+
+        def edit(book: Book = book, accumulator: Accumulator = accumulator) -> None:
+            book.keeper.flush()
+            book.forget_answers()
+            accumulator.edit()
+            here = book.in_host_memory(number) if isinstance(number, Tensor) and accumulator.own.is_cpu else number
+            func(accumulator.own, here)
+
+        book.hold(accumulator, edit)
+        done |= set(map(id, group))
+    return done
 
 
 def _pieces(entry: Entry) -> list[Any]:
@@ -460,3 +506,8 @@ def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str,
         func(mine, *here, **kwargs)
 
     grad._book.hold(entry.accumulator, edit)
+
+
+# With it torch's clipping asks for all norms at once, and scales all gradients at once: DTensor is in this list too.
+if ShardedGrad not in _foreach_supported_types:
+    _foreach_supported_types.append(ShardedGrad)  # type: ignore[arg-type]

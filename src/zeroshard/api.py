@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zeroshard")
 ANY_MACHINE = 'device=torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")'
-# What is meant by what other libraries take for a policy: by the policy, and what is given.
+# By policy: values that other libraries take for such a policy, and what to write here instead.
 _BF16, _FP16 = "Precision(param_dtype=torch.bfloat16)", "Precision(param_dtype=torch.float16)"
 _CPU, _NVME = 'Offload(optimizer="cpu")', 'Offload(optimizer="nvme", path="a folder on a local disk")'
 _MEANT: Mapping[type, Mapping[str, str]] = {
@@ -110,11 +110,11 @@ def shard(
         comm: how ranks talk; see `Comm`.
         device: where the model computes (default: where it is; the CPU for a model on meta). "cuda" is the device that
             the program chose by `torch.cuda.set_device`, else `LOCAL_RANK`'s, which becomes current. On machines with
-            and without: `torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")`.
+            or without one: `torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")`.
         init: initialises one module whose parameters were on meta (default: its `reset_parameters()`, then its model's
             `_init_weights(module)` where there is one, as in Hugging Face's models).
         optimizer_in_backward: each bucket is stepped inside `backward()` as its reduction lands, and its gradients'
-            memory is given back: of all gradients a rank holds one bucket's, and not its shard of all. The same bits;
+            memory is given back: a rank holds one bucket's gradients at a time, not its shard of all. The same bits;
             no clipping, no scaling, one backward per step, which `optimizer.step()` then ends.
 
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
@@ -157,7 +157,7 @@ def _policy(name: str, given: Any, kind: Any) -> Any:
 
 
 def _meant(given: Any, kind: type) -> str:
-    """Return the policy that is meant by something else, as it is written."""
+    """Return, as code, the policy that is meant by another value."""
     if kind is Layout and isinstance(given, (int, float)) and not isinstance(given, bool):
         return f"Layout(bucket_mib={given})"
     if kind is Comm and type(given).__name__ in ("ProcessGroup", "DeviceMesh"):
@@ -185,7 +185,7 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
 
 
 class Dtypes(NamedTuple):
-    """The dtypes of one bucket's states. rest: that in which its parameters rest and travel, which may be another."""
+    """The dtypes of one bucket's states. rest: the dtype in which its parameters rest and travel, which may differ."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -215,9 +215,9 @@ def _meeting(method: Method) -> Method:
 
 
 class Zero:
-    """A sharded model, as `shard` returns it: the handle for everything beside the plain loop.
+    """The handle of a sharded model that `shard` returns, for everything besides the plain training loop.
 
-    Hence its many names: each is one call of the engine's.
+    Hence its many methods: each is one call of the engine.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -227,7 +227,7 @@ class Zero:
         self.rank, self.world_size = engine.group.team.seat.source, engine.group.sources
         seat = engine.group.team.seat
         self.replicas, self.hosts = (1, seat.replicas) if seat.hosts else (seat.summed, 1)
-        self._handlers: dict[int, Any] = {}  # of signals, before `save_on`
+        self._handlers: dict[int, Any] = {}  # of signals, from before `save_on`
         self._metered = time.perf_counter()  # when `metrics` was told of tokens
 
     @property
@@ -407,9 +407,9 @@ class Zero:
         extra: called then; what it returns is saved along.
         path: None only notes the signal, for a loop that looks at `signalled` after a step and saves by itself.
 
-        The handler sets a flag, and the row with which the next step begins tells all ranks: so a signal to one of them
-        is enough, wherever it finds the program. Then the handlers that were there before are back. The program goes
-        on; to end it, look at `signalled`. For several signals call it several times. Main thread, every rank.
+        The handler sets a flag, and the message with which the next step begins tells all ranks: a signal to one rank
+        is enough, whatever the program is doing. Then the previous handlers are restored. The program goes on; to end
+        it, look at `signalled`. For several signals call it several times. Main thread, every rank.
         """
         save_on(self, signal, path, extra, keep)
 
@@ -471,7 +471,7 @@ class Zero:
         dtype: of all floating-point tensors, cast from the masters where there are any; None: each one's own.
         overwrite: replace a folder that is not an export. An earlier export is replaced in any case.
 
-        All that `model.state_dict()` names; of a tied parameter the first name, with the others in the file's metadata.
+        Writes all that `model.state_dict()` names; tied parameters under their first name, others in file metadata.
         A model's `config` that can write itself (Hugging Face's) is written as config.json. Of a `PeftModel` the active
         adapter alone is written, for `PeftModel.from_pretrained`. Gathers one bucket at a time; rank 0 writes. The
         folder appears by one rename. Raises `CheckpointError` on every rank. Collective.
@@ -491,14 +491,14 @@ class Zero:
 
         dtype: of all floating-point tensors, cast from the masters where there are any; None: each one's own.
 
-        The names are those of `model.state_dict()`, of a tied parameter the first; buffers are rank 0's. `tensors` of
-        what this returns has each name's shape, dtype and ties, in the order in which they come, before anything is
+        The names are those of `model.state_dict()`; a tied parameter comes under its first. Buffers are rank 0's. The
+        returned object's `tensors` has each name's shape, dtype and ties, in the order of the loop, before anything is
         gathered. Iterate again after any later step. One bucket is alive at a time, counted in the ledger as "gather"
         in the phase "export". A tensor's memory is taken back when the loop goes on, so copy what you keep, in the
         stream that is current there.
 
         Every rank iterates; one that leaves its loop early gathers the rest for the others. A value that the dtype
-        cannot hold is a `UserError` on every rank, and so is a `StateError` a step inside the loop. Collective.
+        cannot hold raises `UserError` on every rank, and a step inside the loop raises `StateError`. Collective.
         """
         from .integrations.streaming import WeightStream
 
@@ -509,8 +509,8 @@ class Zero:
         """Make the model and its optimizers plain again, in place: whole parameters and states, on every rank.
 
         Parameters have the dtype that they had before `shard`, from the masters where there are any. Hooks of the
-        engine go, those of the program stay; gradients are cleared, an average is given up, this handle refuses what
-        it is asked. Train on as in plain PyTorch, or `shard` again, at another stage. Holds all of it beside the shards
+        engine go, those of the program stay; gradients are cleared, an average is given up, this handle refuses
+        calls. Train on as in plain PyTorch, or `shard` again, at another stage. Holds all of it beside the shards
         for a moment. After a step. Collective.
         """
         from .integrations import unshard
@@ -570,7 +570,7 @@ class Zero:
         """Return this rank's numbers, flat, for a tracker: `wandb.log(zero.metrics(tokens=...))`.
 
         tokens: how many (or samples, of this rank or of all) were trained on since the last call with this argument, or
-            since `shard`: the answer has them by the second.
+            since `shard`: the answer has their rate per second.
 
         Bytes held by tier and state, the most in each phase, bytes moved by verb, the seconds waited for other ranks,
         steps and skipped steps, so far. All names begin with "zeroshard/". Asks no other rank.
@@ -586,9 +586,9 @@ class Zero:
     def owners(self, name: str, state: str = "optimizer") -> list[Owner]:
         """List which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
 
-        In rank order: of a sharded state a range for one rank of each replica, of a replicated one the whole for every
-        rank. Of a parameter along an axis, elements of the whole tensor, of which every rank has some rows; of one that
-        tensor parallelism has cut, counted part by part, and ranks are those of the whole mesh. Empty for gradients and
+        In rank order. A sharded state has each range once per replica, a replicated one the whole range for every rank.
+        For a parameter along an axis, of which every rank has some rows, ranges count in the whole tensor; for one that
+        tensor parallelism has cut, part by part, and ranks are those of the whole mesh. Empty for gradients and
         optimizer state of a parameter in a frozen bucket.
         """
         record = next((record for record in self._engine.managed if name in record.names), None)

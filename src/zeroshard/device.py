@@ -2,7 +2,7 @@
 
 On the CPU a call returns when its work is done. An accelerator is *asynchronous*: the host queues kernels and runs
 ahead of them, and reading a number waits until all that was queued before it has run. So the host reads a device's
-numbers by `ask` and `equal` alone, which count by whom they were called.
+numbers by `ask` and `equal` alone, which count their calls by caller.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def current(device: torch.device) -> torch.device:
 def chosen(device: torch.device) -> torch.device:
     """Return the device, with its index, that a model is to rest on.
 
-    If no index is given it is the program's current device; but if that is the first one, as it is if nothing was
-    chosen, it is `LOCAL_RANK`'s, which becomes current, so that the program's `.to("cuda")` of batches goes there too.
+    Without an index it is the program's current device. But if that is device 0, as it is if the program chose none, it
+    is `LOCAL_RANK`'s device, which becomes current, so that the program's `.to("cuda")` of batches goes there too.
     """
     found, local = current(device), os.environ.get("LOCAL_RANK", "")
     if device.index is not None or found.index != 0 or not local.isdecimal():
@@ -63,7 +63,7 @@ def chosen(device: torch.device) -> torch.device:
 
 
 def lacking(device: torch.device) -> str:
-    """Return what this machine lacks for a device to compute on; "" if it has it, or its kind does not tell."""
+    """Return why this machine has no such device to compute on; "" if it has it, or its kind does not tell."""
     kind = device.type
     module = _tried(lambda: torch.get_device_module(kind)) if asynchronous(device) else None
     if module is None:
@@ -77,10 +77,10 @@ def lacking(device: torch.device) -> str:
 
 
 def take_own(rank: int, ranks: int) -> None:
-    """Make a local rank's own accelerator the current one, to which `.cuda()` goes; ranks take turns on fewer.
+    """Make a local rank's own accelerator the current one, to which `.cuda()` goes; fewer devices are shared in turn.
 
-    NCCL refuses two ranks of one host on one device. Those say that they are hosts of their own, and send through
-    sockets: the same bits, at a speed that means nothing.
+    NCCL refuses two ranks of one host on one device. Then all ranks claim to be hosts of their own, and send
+    through sockets: the bits are the same, the speed means nothing.
     """
     found = accelerators()
     if found and (own := found[rank % len(found)]).index:
@@ -91,7 +91,7 @@ def take_own(rank: int, ranks: int) -> None:
 
 @functools.cache
 def warn_of_idle() -> None:
-    """Say once that a model is sharded on the CPU, unasked, where an accelerator is."""
+    """Warn once that a model is sharded on the CPU, unasked, though the machine has an accelerator."""
     if torch.accelerator.is_available() and (found := torch.accelerator.current_accelerator()) is not None:
         kind = found.type
         words = 'the model is on the CPU and trains there, and %s is idle: shard(..., device="%s"), then batch.to("%s")'
@@ -176,7 +176,7 @@ def _tried(ask: Callable[[], Any]) -> Any:
 def _told(ask: Callable[[], object]) -> str:
     try:
         return f"{ask()}"
-    except (RuntimeError, AttributeError) as error:  # of flags set by two generations of names torch tells neither
+    except (RuntimeError, AttributeError) as error:  # if flags are set by old and new names, torch tells neither
         return type(error).__name__
 
 
@@ -187,8 +187,8 @@ def finish(device: torch.device) -> None:
 
 
 def blank(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a 1-D tensor of whatever was in its memory. All of it that is read must be written first: deterministic
-    algorithms do not fill it, as they fill what programs get of `torch.empty`, on a device by a kernel each."""
+    """Return an uninitialised 1-D tensor. Every element that is read must be written first: deterministic algorithms do
+    not fill it, as they fill the program's `torch.empty`, which on a device costs a kernel each."""
     settings: Any = torch.utils.deterministic
     if not (torch.are_deterministic_algorithms_enabled() and settings.fill_uninitialized_memory):
         return torch.empty(numel, dtype=dtype, device=device)
@@ -208,7 +208,7 @@ def captured(device: torch.device) -> bool:
 
 
 def divisor(number: float, like: Tensor) -> Tensor:
-    """Put a number to divide by on the dividend's device: dividing by Python's, CUDA multiplies by a rounded 1 / x."""
+    """Put a divisor on the dividend's device: to divide by a Python number, CUDA multiplies by a rounded 1 / x."""
     return like.new_full((), number)
 
 
@@ -226,7 +226,7 @@ def ask(tensor: Tensor) -> Tensor:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Compare as `torch.equal` does, for which the host waits unless both are on the CPU.
 
-    There all threads compare many flat words of 64 bits, where torch uses one.
+    On the CPU all threads compare large flat int64 tensors; torch uses one thread.
     """
     if not a.is_cpu:
         _count(sys._getframe(1))
@@ -291,7 +291,7 @@ def compiled(text: str, names: Sequence[str], device: torch.device) -> Launcher:
 
 @functools.cache
 def streams(device: torch.device) -> bool:
-    """Tell if it has streams. The CPU has none, nor have all accelerators: there one call follows another."""
+    """Tell if a device has streams. The CPU and some accelerators have none: there one call follows another."""
     return asynchronous(device) and hasattr(torch.get_device_module(device), "current_stream")
 
 
@@ -299,10 +299,10 @@ class DeviceEvent:
     """A point in a stream. Without streams all that was called has happened: there is one event, and it is reached."""
 
     def wait(self) -> None:
-        """Let what the current stream is given from now on come after it."""
+        """Make what the current stream is given from now on run after this event."""
 
     def finish(self) -> None:
-        """Let the host wait for it, and for nothing behind it."""
+        """Let the host wait for this event, and for nothing after it."""
 
     def is_completed(self) -> bool:
         """Tell if it is reached."""
@@ -310,7 +310,7 @@ class DeviceEvent:
 
 
 class _Recorded(DeviceEvent):
-    """At the end of the stream that was current when it was made."""
+    """The event at the end of the stream that is current at construction."""
 
     def __init__(self, device: torch.device) -> None:
         self._module, self._device = torch.get_device_module(device), device
@@ -334,7 +334,7 @@ _NOW = DeviceEvent()
 
 
 def event(device: torch.device) -> DeviceEvent:
-    """Return the point behind all that the current stream was given so far."""
+    """Return the event after all that the current stream was given so far."""
     return _Recorded(device) if streams(device) else _NOW
 
 
@@ -345,9 +345,9 @@ def _stream(name: str, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def behind(name: str, device: torch.device) -> Iterator[None]:
-    """Launch what is inside on a stream of that name: behind the program, but after all that it has launched so far.
+    """Launch what is inside on the side stream of that name, after all that the program has launched so far.
 
-    Without streams it happens where it is called.
+    Without streams it runs where it is called.
     """
     if not streams(device):
         yield
@@ -362,8 +362,8 @@ TO_THE_DEVICE, TO_THE_HOST = "to the device", "to the host"  # streams of copies
 
 
 def sent(to: Tensor, values: Tensor) -> DeviceEvent:
-    """Copy between pinned memory of the host and the device, behind the program. Says when it is through: until then
-    do not write to either, nor read what is written."""
+    """Copy between pinned host memory and the device, on a side stream. Returns the event that ends the copy: until
+    then do not write to either, nor read what is written."""
     device = values.device if to.is_cpu else to.device
     with behind(TO_THE_HOST if to.is_cpu else TO_THE_DEVICE, device):
         to.copy_(values, non_blocking=streams(device))
@@ -371,23 +371,23 @@ def sent(to: Tensor, values: Tensor) -> DeviceEvent:
 
 
 def given(values: Tensor, name: str) -> None:
-    """Let memory without another owner serve others once the stream of that name is through with it."""
+    """Have memory that nobody else owns reused only once the stream of that name is done with it."""
     if streams(values.device):
         values.record_stream(_stream(name, values.device))
 
 
 class Users:
-    """The streams that use one piece of memory, if its device has any: each comes after what has been written there,
-    and what serves others next comes after all of them."""
+    """The streams that use one piece of memory, if its device has streams: each runs after the writes to the memory,
+    and its next use for something else runs after all of them."""
 
     def begin(self, *, fresh: bool) -> None:
-        """Let the current stream write after all that used it. fresh: to memory that it has just taken."""
+        """Let the current stream write after all streams that used the memory. fresh: it has just taken this memory."""
 
     def filled(self) -> None:
         """Note that the current stream was told to write."""
 
     def join(self) -> None:
-        """Let the current stream use it, after what was written."""
+        """Let the current stream use the memory, after what was written."""
 
     @contextlib.contextmanager
     def end(self) -> Iterator[None]:
@@ -398,9 +398,9 @@ class Users:
 class _Streams(Users):
     def __init__(self, device: torch.device) -> None:
         self._module, self._device = torch.get_device_module(device), device
-        self._first = self._home = self._current()  # at construction; and where the memory was taken
+        self._first = self._home = self._current()  # the streams of construction, and of taking the memory
         self._used = {self._first}
-        self._filled, self._after = event(device), {self._first}  # and the streams that come after that
+        self._filled, self._after = event(device), {self._first}  # and streams that run after the last write
 
     def _current(self) -> Any:
         return self._module.current_stream(self._device)
@@ -435,7 +435,7 @@ class _Streams(Users):
 
 
 def users(device: torch.device) -> Users:
-    """Begin with memory that the current stream has written."""
+    """Return the `Users` of memory that the current stream has written."""
     return _Streams(device) if streams(device) else Users()
 
 

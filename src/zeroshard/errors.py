@@ -34,7 +34,7 @@ class Error(Exception):
     Reads as one line per fact: what failed, where, what was expected, what was found, what to write instead.
     """
 
-    agreed = False  # do all ranks raise it together, so that none waits for another that has heard of it?
+    agreed = False  # do all ranks raise it together, so that none waits for a rank that has raised it already?
 
     def __init__(
         self, what: str, *, where: object = None, expected: object = None, got: object = None, instead: object = None
@@ -88,8 +88,8 @@ class PeerError(Error, RuntimeError):
 
 
 def without_own_lines(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a way into the engine: from a `PeerError` on its way out it takes the traceback's lines in here. What
-    has failed is on another rank, and the program's own line is all that this one can tell of it."""
+    """Decorate an entry point of the engine: drop the engine's own lines from the traceback of a `PeerError`. What
+    failed is on another rank; the program's own line is all that this rank can tell of it."""
 
     @functools.wraps(function)
     def entered(*args: Any, **kwargs: Any) -> Any:

@@ -100,9 +100,9 @@ class Ledger:
     def __post_init__(self) -> None:
         # On CUDA the backward hooks run on autograd's own threads. A signal's handler may look at it anywhere.
         self._lock = threading.RLock()
-        self._ended: deque[tuple[str, int, str]] = deque()  # noted where an object ended, and not counted yet
+        self._ended: deque[tuple[str, int, str]] = deque()  # bytes of objects that ended, not counted yet
         self._running: list[tuple[str, Event | None]] = []
-        self._most = sum(self.held.values())  # held on the device in the running phase
+        self._most = sum(self.held.values())  # most held on the device in the running phase
         self._total = self._most
 
     def _repr_html_(self) -> str:

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# By file, how a program asks for it: words, and a question about settings.
+# By file: how a program asks for it, in words, and a test of settings for that.
 FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.nonfinite": ("Precision(nonfinite=...)", lambda s: s.nonfinite != "ignore"),
     "kernels.fused": ("ZEROSHARD_KERNELS=1", lambda s: os.environ.get("ZEROSHARD_KERNELS") == "1"),
@@ -95,17 +95,17 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
 
 
 class Feature:
-    """A manifest: its name, its page, and the hooks that it has. The others answer nothing."""
+    """A feature's manifest: name, page, and hooks. A hook that it does not override answers nothing."""
 
     name = ""  # as documents call it
-    page = ""  # where they do, below docs/
-    kernels = ""  # the file in the engine of its arithmetic as kernels for devices
+    page = ""  # its page, below docs/
+    kernels = ""  # the file in kernels/ with its arithmetic as device kernels
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse, by `UserError`, what it does not go with; `assembly` has the model's parameters laid out."""
+        """Refuse, by `UserError`, what cannot go with this feature; `assembly` has the model's parameters laid out."""
 
     def budgets(self, assembly: Assembly) -> dict[str, Any] | None:
-        """Return what this rank's machine has, to be told to all ranks, if `offload` chooses by it."""
+        """Return the resources of this rank's machine, to tell all ranks, if `offload` chooses by them."""
 
     def offload(
         self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer], told: Sequence[dict[str, Any]]
@@ -128,10 +128,10 @@ class Feature:
         """Return what makes the codec of a bucket's parameters, if they are this feature's."""
 
     def masters(self, buffer: Buffer, values: Tensor) -> tuple[Plain, Rest] | None:
-        """Return the codec of parameters whose masters rest in this feature's way, and where these rest: `values`."""
+        """Return the codec of parameters whose masters this feature stores, and the rest of the masters `values`."""
 
     def tiers(self, assembly: Assembly) -> dict[str, Tier]:
-        """Return the tiers of states that rest in this feature's, whatever `Offload` says."""
+        """Return, by state, the tiers of states that rest in this feature's, whatever `Offload` says."""
         return {}
 
     def average(self, decay: float, engine: Engine) -> MovingAverage | None:
@@ -154,7 +154,7 @@ class Feature:
         return contextlib.nullcontext()
 
     def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> Tier | None:
-        """Return a tier of this name, if it is this feature's, for so many bytes; largest: of a bucket's state."""
+        """Return this feature's tier, if it has this name. largest: by state, its largest shard; nbytes: of all."""
 
     def leaving(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
         """Follow edits as all ranks leave gathered(), and return the indices of the buckets that it has seen to."""
@@ -164,20 +164,20 @@ class Feature:
         """Return the format in which contributions to a bucket's sum travel, if they travel in this feature's."""
 
     def division(self, buffer: Buffer, settings: Settings) -> Division | None:
-        """Return how a bucket's gradients come apart, if they do."""
+        """Return how a bucket's gradients are split by source, if they are."""
 
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
         """Return what makes the delivery of each sum, if this feature delivers them."""
 
     def groups(self, sits: Seat, ranks: int, backend: str) -> list[Wanted]:
-        """List the process groups that it needs of a rank with this seat, beside those that every engine has."""
+        """List the process groups that this feature needs of a rank with this seat, besides every engine's."""
         return []
 
     def column(self, team: Team) -> Column | None:
-        """Make this rank's end of the ranks that have the same elements in other teams, if it sums over these."""
+        """Make this rank's end of the column of ranks with the same elements in other teams, if it sums over it."""
 
     def gathers(self, team: Team) -> Callable[[Team, Tensor, Bucket, str], Work] | None:
-        """Return what gathers buckets of whose shards each rank has a part, as `Team.gather` does others."""
+        """Return what gathers buckets if each rank has only a part of its shard, in place of `Team.gather`."""
 
     def subscriber(self, engine: Engine) -> Subscriber | None:
         """Return what takes part in the backwards of an engine, if this feature does."""
@@ -208,7 +208,7 @@ def absent(name: str) -> UserError:
 
 
 def first(answers: Iterable[T | None]) -> T | None:
-    """Return the first of the features' answers to a hook that is one; None if none is."""
+    """Return the first of the features' answers to a hook that is not None; else None."""
     return next((answer for answer in answers if answer is not None), None)
 
 

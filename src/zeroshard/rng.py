@@ -35,7 +35,7 @@ class Rng(NamedTuple):
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     torch: Tensor
-    device: Tensor | None  # of the device's generator, where both have one of that kind
+    device: Tensor | None  # of the device's generator, if the states have one of its kind
 
 
 def parsed_rng(states: Mapping[str, Any], device: torch.device) -> Rng:

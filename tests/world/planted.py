@@ -100,8 +100,8 @@ BUGS = (
     ),
     Bug(
         "a state is read from its file while it is still on its way there", "features/nvme.py",
-        "        before = [*room.work, *rest.writing]  # through, and without an error\n",
-        "        before = [*room.work]  # through, and without an error\n",
+        "        before = [*room.work, *rest.writing]  # must end before, without an error\n",
+        "        before = [*room.work]  # must end before, without an error\n",
     ),
     Bug(
         "a state from a file is used before it was read", "features/nvme.py",

@@ -70,8 +70,8 @@ class ModelState:
 
     moving: Any = None  # the average of the weights, if there is one
     batches: Any = None  # the micro-batches of a run, if zeroshard gives them out
-    place: dict[str, int] | None = None  # the run's in them
-    no_sync: int = 0  # of how many ranks each has added up gradients by itself, since weights were loaded
+    place: dict[str, int] | None = None  # the run's place in these
+    no_sync: int = 0  # how many ranks each added up gradients by itself, under no_sync, since weights were loaded
     kinds: list[Kinds] | None = None  # what all ranks have agreed upon, while they save
     own_buffers: bool = False  # does each rank have buffers of its own (`Layout.buffers`)? Else rank 0's count
 
@@ -170,8 +170,8 @@ class Kinds:
     """
 
     fixed: dict[str, set[tuple[int, ...]]]  # see `fixed_shapes`
-    parts: dict[str, dict[str, Any]]  # of each parameter that is cut its states: as `_told` says, or `_agreed`
-    grains: dict[str, int]  # of a state that has an element for each block, how many elements that is
+    parts: dict[str, dict[str, Any]]  # the states of each cut parameter: as `_told` says, or `_agreed`
+    grains: dict[str, int]  # block size, in elements, of each state with one element per block
 
     def grain(self, fragment: Fragment, key: str, value: Any) -> int:
         """Return how many elements of the parameter share one of the state; 0: all, the state is of the whole."""
@@ -312,12 +312,12 @@ def pieces(running: ModelState) -> Iterator[Piece]:
                 yield Piece(name, key, first, last, flat, grain)
         elif (
             isinstance(value, Tensor) and own.start == 0
-        ):  # one number, or a shape of its own: its first element's owner
+        ):  # one number, or a shape of its own: element 0's owner saves it
             yield Piece(name, key, None, None, value.detach())
 
 
 def values(running: ModelState) -> Iterator[list[Any]]:
-    """[parameter, state, number]: what optimizers keep beside tensors."""
+    """Yield [parameter, state, number] of what optimizers keep besides tensors."""
     for name, key, value, _held, own, _grain in _kept(running):
         if not isinstance(value, (Tensor, Part)) and own.start == 0:
             finite = not isinstance(value, float) or math.isfinite(value)

@@ -1,4 +1,4 @@
-"""A checkpoint's files: written beside, published by one rename, read back block by block with every byte checked.
+"""A checkpoint's files: written beside the target, published by one rename, read block by block, every byte checked.
 
     step-100/
       manifest.json            {"digest": xxh3-128 of the rest, "manifest": {...}}, canonical JSON
@@ -42,7 +42,7 @@ BLOCK = 4 << 20  # bytes under one digest
 THREADS = 2  # that read: while one waits for the disk, another digests
 MANIFEST, MANIFEST_LIMIT = "manifest.json", 64 << 20  # bytes: the digests of 5 TiB, and what a forged one may cost
 FILE = re.compile(r"rank[0-9]{5}\.safetensors")
-OPEN = 256  # files that a reader has open where it opens them one by one: a process may have 1,024
+OPEN = 256  # most files that a reader has open if it opens them on demand: a process may have 1,024
 _PREFIX = '{{"digest":"{}","manifest":'
 
 
@@ -93,7 +93,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor | Part]) -> Written:
 
 
 class _NewFile:
-    """A file under way to the disk, a block at a time and past the page cache: to fill that costs more than to write.
+    """A new file, written a block at a time and past the page cache: filling the cache costs more than writing.
 
     Where a filesystem or disk knows no such way (O_DIRECT), blocks go through the cache. Leaving waits for the disk.
     """
@@ -145,7 +145,7 @@ class _NewFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self._set(0)  # not in pages of this size
+            self._set(0)  # no O_DIRECT with such pages
             return os.pwrite(self._descriptor, pages, at)
 
 
@@ -353,10 +353,10 @@ def _blocks(name: str, offset: int, nbytes: int) -> list[tuple[str, int]]:
 
 
 class Reader:
-    """Checked reading of the files of one checkpoint: first check, through a scratch block; then `read`, into place.
+    """Reads the files of one checkpoint: first checks blocks through a scratch block, then reads them into place.
 
-    So nothing is held beside what is loaded, and the second reading comes from the page cache, which costs a fifth of
-    fresh memory to put bytes aside in. `unchanged` says that both saw the same files.
+    So nothing is held besides what is loaded. The second reading comes from the page cache, which costs a fifth of
+    keeping the bytes in fresh memory. `unchanged` checks that both readings saw the same files.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A rank of EP has E/EP modules in its list, named 0, 1, ...: module i of the ranks of ep coordinate p is expert
 p * E/EP + i. So a name stands for one expert of each coordinate, and its parts lie one after the other. At another EP
-the same experts have other names, and lie elsewhere: here the places of a checkpoint are told by the names that the
-running model has.
+the same experts have other names and places: this module maps the places in a checkpoint to the running model's
+names.
 """
 
 from __future__ import annotations

@@ -53,13 +53,13 @@ class Loaded(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """Elements [start, stop) of a saved state, which stay in their files: put aside they would cost memory."""
+    """Elements [start, stop) of a saved state, left in their files until they are read into place, to save memory."""
 
     saved: Saved
     key: tuple[str, str]
     start: int
     stop: int
-    strips: Strips  # as which they are counted
+    strips: Strips  # elements count in these
 
     def numel(self) -> int:
         return self.stop - self.start
@@ -75,7 +75,7 @@ class Staged:
     values: dict[str, Tensor | Cut] = field(default_factory=dict)  # parameter -> the elements that rest on this rank
     masters: dict[str, Tensor | Cut] = field(default_factory=dict)
     states: list[tuple[Binding, nn.Parameter, dict[str, Any]]] = field(default_factory=list)
-    fills: list[tuple[Tensor | Part, Tensor | Cut]] = field(default_factory=list)  # places among the states, and what
+    fills: list[tuple[Tensor | Part, Tensor | Cut]] = field(default_factory=list)  # (place in the states, its content)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     differing: dict[str, list[Tensor | None]] = field(default_factory=dict)  # see `Loaded.buffers`
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
@@ -209,12 +209,12 @@ def _differences(running: ModelState, saved: Saved) -> list[str]:
 
 
 def _apart(running: ModelState, saved: Saved) -> Mapping[str, list[Stored | None]]:
-    """Return each rank's of the buffers that differ, where they cannot be given to as many ranks as load."""
+    """Return each saving rank's copy of the buffers that differ, if another number of ranks loads; else {}."""
     return saved.differing if saved.manifest["ranks"] != running.group.ranks else {}
 
 
 def _aside(running: ModelState, saved: Saved) -> dict[str, list[Stored | None]]:
-    """Return each rank's of the buffers that this rank cannot take: those apart, and those that do not fit its own."""
+    """Return each saving rank's copy of buffers that this rank cannot take: `_apart`, and those that do not fit."""
     ranks, own = saved.manifest["ranks"], dict(persistent(running.model))
     theirs = saved.buffers_for(running.group.rank, running.group.ranks)
     other = [name for name, stored in theirs.items() if name in own and not _fits(stored, own[name])]
@@ -311,7 +311,7 @@ def _state_differences(binding: Binding, fragment: Fragment, match: Match, saved
             mine.setdefault(key, "an element for each of a part's")  # which nobody knows how to cut
     keys = mine.keys() | theirs.keys()
     if match.saved is None or any(bool(match.mine.get(key)) != bool(value) for key, value in match.saved.items()):
-        keys = mine.keys() & theirs.keys()  # amsgrad or not, momentum or none: which states there are is an option's
+        keys = mine.keys() & theirs.keys()  # options, such as amsgrad or momentum, decide which states there are
     return [
         f"state {key!r} of {name!r} is {mine.get(key, 'not kept')}, saved was {theirs.get(key, 'none')}"
         for key in (sorted(keys) if mine and theirs else ())
@@ -391,8 +391,8 @@ def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, star
 
 
 def _states(staged: Staged, saved: Saved, binding: Binding, fragment: Fragment, match: Match) -> dict[str, Any]:
-    """Return an optimizer's new state of a fragment, with places for what was saved. A step of a twin makes tensors of
-    several planes: loading makes no object by a name that it reads."""
+    """Return an optimizer's new state of a fragment, with places for what was saved. Tensors of several planes come
+    from a step of a twin optimizer: loading makes no object by a name that it reads."""
     name, kept = fragment.slot.name, binding.optimizer.state.get(fragment.param, {})
     told = {own_name(state): state for state in saved.states.get(name, ())}
     if not kept and any("." in state for state in told):
@@ -419,7 +419,7 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
         dtype, grain = saved.dtypes[key], saved.grains.get(key, 1)
         place = binding.optimizer.state.get(like, {}).get(state)
         if dtype.is_floating_point and grain == 1 and dtype == saved.dtypes[name, VALUE]:
-            dtype = like.dtype  # else its class chose another one than the parameter's
+            dtype = like.dtype  # else the optimizer's class chose a dtype of its own
         if dtype.is_floating_point and isinstance(place, Tensor) and grain == 1:
             dtype = place.dtype
         buffer, slot, part = fragment.buffer, fragment.slot, fragment.elements
@@ -486,7 +486,7 @@ def put(running: ModelState, name: str, value: Tensor | Cut, master: Tensor | Cu
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
     buffer, slot = running.places[name]
     at = slot.start + resting(running, name)[0]
-    if not buffer.codec.of_masters:  # these are made of the masters
+    if not buffer.codec.of_masters:  # else they are made of the masters
         _put(buffer.parameters.part(at, at + value.numel()), value)
     if master is not None and buffer.master is not None:
         at = slot.start + slot.within(*buffer.updated).start
@@ -514,7 +514,7 @@ def renew(running: ModelState) -> None:
 
 
 def _no_folder_of_checkpoints(path: Path) -> tuple[str, str] | None:
-    """Return what a path is where no checkpoint lies below it, and what reads that; None if it may get some yet."""
+    """Return what lies at a path without checkpoints below it, and what reads that; None if it may still get some."""
     if (path / MANIFEST).is_file():
         return (
             "this is a checkpoint itself",

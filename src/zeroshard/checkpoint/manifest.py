@@ -4,7 +4,7 @@ A saved tensor is a flat interval of a parameter, and reading intersects interva
 
     rows                 "strips" of a parameter that tensor parallelism cut on a later dimension than the first: [rows,
     |--part 0--|--part 1--|   run, parts]. Its intervals count part by part, as ranks hold them: all of part 0, row by
-    |--part 0--|--part 1--|   row, then all of part 1. A reader may ask in any strips, as may have been cut since.
+    |--part 0--|--part 1--|   row, then all of part 1. A reader may ask in other strips, if it cuts otherwise.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMAT, VERSION = "zeroshard checkpoint", 2
-UNCUT = 1  # the version that all read which know of no `strips`: of checkpoints in which there are none
+UNCUT = 1  # the version of checkpoints without `strips`, which readers that know of none read too
 IN_PARTS = 3  # the version in which each rank's part lists what its file holds: see `parts.py`
-LOCAL = 4  # the version in which buffers of each rank's own are listed; in parts where it has "cut"
+LOCAL = 4  # the version that lists each rank's own buffers; it is in parts if it has "cut"
 READ = UNCUT, VERSION, IN_PARTS, LOCAL
 NAMING = {"parameters", "fragments", "grains", "cut", "values", "buffers", "local_buffers", "optimizers"}
 CHUNK = 1 << 20  # elements converted at a time
@@ -74,18 +74,18 @@ class Saved:
     folder: Path
     descriptor: int  # of the folder, to open its files; -1: it is about to be written
     manifest: dict[str, Any]
-    alone: bool = True  # is all of it read by one, at once? Else ranks' parts are read as they are wanted
+    alone: bool = True  # does one process read all of it at once? Else ranks' parts are read on demand
     parameters: dict[str, Parameter] = field(default_factory=dict)
     states: dict[str, list[str]] = field(default_factory=dict)  # parameter -> names of its optimizer states
     cut: dict[tuple[str, str], list[Stored]] = field(default_factory=dict)  # (parameter, state) -> its intervals so far
     dtypes: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # of states that are cut
-    holders: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # of that the first rank, the last
+    holders: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # ranks of its first and last element
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"nbytes": int, "digests": [hex, ...]}}
-    grains: dict[tuple[str, str], int] = field(default_factory=dict)  # of how many elements such a state has one
+    grains: dict[tuple[str, str], int] = field(default_factory=dict)  # elements per element of such a state
     whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     buffers: dict[str, Stored] = field(default_factory=dict)  # rank 0's
-    differing: dict[str, list[Stored | None]] = field(default_factory=dict)  # each rank's, of those that differ
+    differing: dict[str, list[Stored | None]] = field(default_factory=dict)  # each rank's, if they differ
     extra: dict[str, Stored] = field(default_factory=dict)  # tensors that the user saved along
 
     def __post_init__(self) -> None:
@@ -408,7 +408,7 @@ class Saved:
         return stored
 
     def _interval(self, dtype: torch.dtype, file: str, offset: Any, start: Any, stop: Any) -> Stored:
-        """Return elements [start, stop) of a state that is cut: as `_stored` does, for the many of them."""
+        """Return the place of elements [start, stop) of a cut state: a cheaper `_stored`, since there are many."""
         count, at = self._count(stop) - self._count(start), self._count(offset)
         if count < 0 or at + count * dtype.itemsize > self.files[file]["nbytes"]:
             raise self.damage(f"tensors inside {file}", f"offset {offset}, elements {start} to {stop}")
@@ -419,7 +419,7 @@ class Saved:
     def want(self, key: tuple[str, str], start: int, stop: int, strips: Strips = ONE_STRIP) -> None:
         """Note elements [start, stop) of a parameter's state for the reader to check with all else that is wanted.
 
-        strips: as which they are counted, here and below.
+        strips: what start and stop count in, here and below.
         """
         for part, low, high, _ in self._parts(key, start, stop, strips):
             offset = part.offset + (low - part.start) * part.dtype.itemsize

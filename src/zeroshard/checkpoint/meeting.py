@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class Meeting:
-    """The engine's `Checkpoints`: it is given one when it is made, and imports nothing of this room."""
+    """The engine's `Checkpoints`: the engine gets one at construction, and imports nothing of this package."""
 
     def unfinished(self) -> int:
-        """Count the saves of this rank behind the training that nobody has waited for."""
+        """Count this rank's asynchronous saves that nobody has waited for."""
         return len(Saving.untold())
 
     def wait(self, group: Group) -> None:
-        """Wait for these on all ranks. Raises `CheckpointError` on all of them if one was lost."""
+        """Wait for these saves on all ranks. Raises `CheckpointError` on every rank if one was lost."""
         wait_for_all_saves(group)
 
     def compare(self, engine: Engine, buffers: Sequence[Buffer]) -> None:

@@ -2,12 +2,12 @@
 
     held by every rank      at stages    differs if one rank alone
     parameters              0, 1, 2      loads or edits weights
-    masters                 0            does, or its optimizer draws numbers of its own
+    masters                 0            does that, or its optimizer draws random numbers of its own
     states                  0            resumes an optimizer, or as above
 
-Of what is sharded every replica of the model has a copy (`Comm.replicas`): the ranks of one position hold it. Rows of
-parameters along an axis (`Layout.along`) are held by the ranks of that axis, and not by others. Beside tensor
-parallelism what is not cut has a copy for each rank of the tensor axis, and what is cut is held as such rows are.
+Every replica of the model (`Comm.replicas`) has a copy of what is sharded: the ranks of one position hold the same.
+Only the ranks of an axis hold its rows of the parameters along it (`Layout.along`). With tensor parallelism each rank
+of the tensor axis has a copy of what is not cut; what is cut is held like such rows.
 
 One collective compares a digest of all of it. If these differ, digests of each tensor say which one does, and the
 first rank that holds it sends it.
@@ -82,7 +82,7 @@ _OF_STATES = (
     "draw the same numbers in the optimizer on every rank, and return the same loss from a closure, as "
     "torch.distributed.all_reduce makes it; zero.load(...) a checkpoint"
 )
-_WORDS = ("shard", "part")  # with which begins what only some ranks hold: those of a position, and those of an axis
+_WORDS = ("shard", "part")  # first words of labels of what only some ranks hold: those of a position, of an axis
 
 
 def _kind(label: str) -> str:
@@ -140,7 +140,7 @@ def _items(
                     yield f"{of}state {key!r} of parameter {fragment.slot.name!r}{at}", value
 
 
-Kind = tuple[str, int | None, str]  # shape and dtype, or the value; of a tensor its elements and their digest
+Kind = tuple[str, int | None, str]  # shape and dtype, or a value's repr; a tensor's number of elements, and digest
 _NOTHING: Kind = ("nothing", None, "")
 
 

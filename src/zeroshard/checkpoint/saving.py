@@ -1,7 +1,7 @@
-"""Saving: every rank writes what it owns, beside; rank 0 adds the manifest and publishes all of it, or no rank saves.
+"""Saving: every rank writes what it owns beside the target; rank 0 adds the manifest and publishes all, or none saves.
 
-While the training stands still a rank takes a snapshot: views of what it owns, or, where the save is to run behind the
-training, copies in host memory. Everything after that works on the snapshot, through a control group of its own.
+While the training stands still a rank takes a snapshot: views of what it owns or, for a save that runs while training
+goes on, copies in host memory. Everything after that works on the snapshot, through a control group of its own.
 """
 
 from __future__ import annotations
@@ -197,9 +197,9 @@ def check_signal(number: object) -> None:
 
 @dataclass
 class Snapshot:
-    """This rank's tensors to write, with their entries in the manifest (`own`), those of buffers, which rank 0 alone
-    saves but for those that differ between ranks (`differing`), of what else it saves (`extras`), and of the model as a
-    whole (`head`)."""
+    """This rank's tensors to write, and manifest entries: of these tensors (`own`); of `buffers`, which rank 0 alone
+    saves except those that differ between ranks (`differing`); of what else rank 0 saves (`extras`); and of the model
+    as a whole (`head`)."""
 
     tensors: dict[str, Tensor | Part]
     own: dict[str, Any]
@@ -374,7 +374,7 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
     return {
         "file": name,
         "facts": {"nbytes": written.nbytes, "part": parts.write_part(beside, name, part)},
-        "begun": [[*key, dtype] for key, dtype in begun.items()],  # by one rank each: who has the first of its elements
+        "begun": [[*key, dtype] for key, dtype in begun.items()],  # each by one rank: the owner of its first element
         "ended": ended,
         "fragments": whole,
         "grains": [grain for grain in own["grains"] if tuple(grain[:2]) in begun],

@@ -116,7 +116,7 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # which it raises nevertheless where a folder cannot be looked into
+    with contextlib.suppress(OSError):  # `rmtree` raises it nevertheless if a folder cannot be listed
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -159,8 +159,8 @@ def clean(parent: Path) -> None:
 def under_way(folder: Path) -> bool | None:
     """Tell if a save can still be working in this folder. None: no save works in a folder of this name.
 
-    One of this process can while its folder is temporary; one of another machine, until `ABANDONED` seconds have passed
-    without a write.
+    A save of this process can while its folder is in `_temporary`; a save of another machine, until `ABANDONED` seconds
+    have passed without a write.
     """
     match = LEFTOVER.fullmatch(folder.name)
     if match is None or folder.is_symlink() or not folder.is_dir():

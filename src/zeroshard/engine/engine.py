@@ -1,7 +1,7 @@
 """All parts of one sharded model on one rank, and what they do together: before a forward, before a step, on request.
 
-`Engine` puts the parts together. A part asks the others nothing directly: it asks the engine, by a protocol of its own
-that it is given when it is made.
+`Engine` puts the parts together. Parts do not call each other directly: each asks the engine, through a protocol of its
+own, which it gets when it is made.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Checkpoints(Protocol):
     """What the ranks wait for and compare as they meet for a checkpoint: `checkpoint/meeting.py`."""
 
     def unfinished(self) -> int:
-        """Count the saves of this rank behind the training that nobody has waited for."""
+        """Count this rank's saves that run in the background, and for which nobody has waited yet."""
 
     def wait(self, group: Group) -> None:
-        """Wait for these on all ranks."""
+        """Wait for these saves on all ranks."""
 
     def compare(self, engine: Engine, buffers: Sequence[Buffer]) -> None:
         """Compare what several ranks hold of these buckets."""
@@ -143,10 +143,10 @@ class Engine:
         self.partition, self.seed, self.placements = parts.partition, parts.seed, parts.placements
         self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
         self.tier, self.tiers, self.resting, self.tensors = parts.tier, parts.tiers, parts.resting, parts.tensors
-        self._furthest = 0  # steps that some rank had completed when a checkpoint was met for
+        self._furthest = 0  # the most steps of any rank when ranks last met for a checkpoint
         self.moving: Any = None  # the average of its weights, if there is one
         self.batches: Any = None  # its micro-batches, if it gives them out
-        self.position: dict[str, int] | None = None  # of a checkpoint's, until there are some
+        self.position: dict[str, int] | None = None  # a loaded one, until batches are made
         self.on_signal: dict[int, Callable[[], object]] = {}  # actions once all ranks have heard of a signal
         self._stepped = 0  # steps completed when a forward that trains last began
         self.gradients = Gradients(self.group, self)
@@ -268,7 +268,7 @@ class Engine:
         now = self._traits()
         if now == self._known:
             return
-        changed: dict[tuple[int, int], bool] = {}  # by bucket and position, which are trained now
+        changed: dict[tuple[int, int], bool] = {}  # by bucket and position: is it trained now?
         for record, (dtype, device, trainable), (_, _, was) in zip(self.managed, now, self._known, strict=True):
             own = record.param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
             if dtype is not own or device != self.device:
@@ -296,7 +296,7 @@ class Engine:
         return any(noticed)
 
     def moved(self, buffer: Buffer) -> None:
-        """Have optimizers' fragments lie where a bucket's parameters rest now."""
+        """Make the optimizers' fragments views of the memory where a bucket's parameters rest now."""
         for binding in self.bindings:
             binding.retarget(buffer)
 
@@ -309,7 +309,7 @@ class Engine:
         return [*self.bindings, *(step for step in steps if step is not None)]
 
     def boundary(self) -> None:
-        """Save, if a signal was heard, at the first training forward after a step: it is about to begin."""
+        """Save, if a signal was heard, at the first training forward after a step, just before that forward begins."""
         if any(unit.pinned for unit in self.units):
             return  # inside gathered() nothing can be saved: the next forward outside is the boundary
         before, self._stepped = self._stepped, self.group.progress.steps
@@ -415,7 +415,7 @@ class Engine:
         self.notice(replaced=True)
         with self.schedule.telling():
             differ = self.comparing.differ(units, asked=write_from is None)
-        several = not (self.group.team.seat.sole or self.placements.two_levels)  # owners of one shard, who may differ
+        several = not (self.group.team.seat.sole or self.placements.two_levels)  # several own a shard, and may differ
         if self.group.rank == 0 and differ:
             log.warning(
                 "the ranks leave gathered() with different weights: "
@@ -433,7 +433,7 @@ class Engine:
                 self.group.give_all(buffer.full, buffer.bucket, write_from)
             buffer.edits.follow()
             if write_from is not None and buffer.master is not None and not buffer.placements.optimizer:
-                buffer.master.give_all(write_from)  # casts of it may agree where masters do not
+                buffer.master.give_all(write_from)  # masters may differ where their casts agree
             if not buffer.placements.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
                 buffer.send().wait()

@@ -1,1 +1,1 @@
-"""What can be taken out: a file each, with a manifest of its hooks."""
+"""Features that can be taken out: one file each, with a manifest of its hooks."""

@@ -1,22 +1,23 @@
 """`Offload.activations`: what a unit's forward saves for backward rests in host memory or files until then.
 
-    forward    a unit saves tensors           they stay while it runs
-               the next unit saves its first  those of the one before go out, behind the program
-    backward   a saved tensor is unpacked     all that its unit saved comes back, and the unit's before it begins to
+    forward    a unit saves tensors           they stay on the device while it runs
+               the next unit saves its first  the previous unit's tensors are copied out in the background
+    backward   a saved tensor is unpacked     all that its unit saved comes back; the unit before it begins to
 
-Tensors are saved by `guard.SavedTensors`, which asks `keep` for all that are no weights. A *segment* is what one unit
-saved in one go: a unit that runs others inside has several. Storages move, as whole and once, however many saved
-tensors lie in them. The last segment of a forward stays, because backward begins with it, until another forward does.
+`guard.SavedTensors` saves tensors, and calls `keep` for every tensor that is not a weight. A *segment* is what one unit
+saves without interruption: a unit that runs other units inside has several. Whole storages move, each once, however
+many saved tensors lie in them. The last segment of a forward stays on the device, because backward begins with it,
+until another forward begins.
 
-These stay on the device too: what is smaller than `SMALL`; inputs of the outermost forward, parameters and buffers,
-which live elsewhere; and what a forward saves that runs inside backward, which needs it at once. What other hooks want,
-activation checkpointing's say, is theirs.
+These stay on the device too: storages smaller than `SMALL`; inputs of the outermost forward, parameters and buffers,
+whose memory is held elsewhere anyway; and what a forward inside backward saves, because backward needs it at once.
+Tensors that other saved-tensor hooks take, such as activation checkpointing's, are left to those hooks.
 
-On the CPU host memory is where activations are already: with "cpu" they stay in place and count as the host's, as the
-other states do there.
+If the model computes on the CPU, activations are in host memory already: with "cpu" they stay in place and count as
+host memory, as the other states do there.
 
-An edit in place after a tensor was saved is an error when it is unpacked, as in plain PyTorch: an empty tensor which
-shares its version counter stays behind.
+As in plain PyTorch, unpacking raises an error if a tensor was edited in place after it was saved: an empty tensor that
+shares its version counter is kept to tell.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 STATE, STAGED = "activations", "staged activations"  # STAGED: in the buffers of their files
 SMALL = 1 << 10  # bytes; to move less than this saves nothing
-GOING = 1  # segments on their way out, whose memory is kept until they are there
+GOING = 1  # segments that are being copied out; their device memory is kept until they have arrived
 
 
 _numbers = itertools.count()  # of storages that were kept
@@ -61,26 +62,26 @@ class Kept:
     def __init__(self, flat: Tensor, owner: Segment, version: Tensor | None) -> None:
         self.flat: Tensor | None = flat
         self.nbytes = flat.numel()
-        self.address = StorageWeakRef(flat.untyped_storage())  # as long as this is here, no other has its address
+        self.address = StorageWeakRef(flat.untyped_storage())  # while this exists, no other storage gets the address
         self.owner = owner  # the segment with which it moves
-        self.start = -1  # its first byte in what rests of that; -1: it has not gone out
-        self.came: DeviceEvent | None = None  # when it is back on the device; None: it is not, or never left
-        self.notes = self.unused = 0  # saved tensors in it, and those of them not unpacked since it came back
+        self.start = -1  # its first byte in the owner's `rest`; -1: it has not gone out
+        self.came: DeviceEvent | None = None  # event: it is back on the device; None: it is not, or never left
+        self.notes = self.unused = 0  # saved tensors in it; how many of them were not unpacked since it came back
         self._version, self._sent = version, 0
         self.number = next(_numbers)
 
     def went(self, start: int, *, stays: bool = False) -> None:
-        """Take note of where it rests. stays: that is where it is."""
+        """Note where the storage rests. stays: it stays in place."""
         self.start, self.flat = start, self.flat if stays else None
         self._sent = 0 if self._version is None else self._version._version
 
     def has(self, tensor: Tensor) -> bool:
-        """Tell if what is kept, or will be, is what a tensor in this storage is now."""
+        """Tell if the bytes that are kept, or will be, are those that a tensor in this storage has now."""
         return self.start < 0 or self._version is None or tensor._version == self._version._version == self._sent
 
 
 class Segment:
-    """The storages in which the tensors of one run of a unit's forward lie, and where those rest that it owns."""
+    """The storages of the tensors that one run of a unit's forward saved, and where the storages that it owns rest."""
 
     def __init__(self, number: int = 0, unit: int = 0, forward: int = 0) -> None:
         self.number = number
@@ -94,12 +95,12 @@ class Segment:
         self._needs[kept.number] = weakref.ref(kept)
 
     def needs(self) -> list[Kept]:
-        """Return what some graph still needs, once each."""
+        """Return the storages that some graph still needs, each once."""
         return [kept for each in self._needs.values() if (kept := each()) is not None]
 
 
 class SavedActivation(NamedTuple):
-    """Instead of a saved tensor: where its storage rests, and how it lies in that."""
+    """What autograd keeps in place of a saved tensor: where its storage rests, and its layout in that."""
 
     keeper: Activations
     kept: Kept
@@ -108,7 +109,7 @@ class SavedActivation(NamedTuple):
     offset: Any
     size: torch.Size
     stride: tuple[int, ...]
-    saved: Tensor  # an empty one with its version counter; itself where it stays in place
+    saved: Tensor  # an empty tensor with its version counter; the tensor itself if it stays in place
     version: int
 
     @outside
@@ -133,28 +134,28 @@ class Activations(Subscriber):
         self.in_place = rests.name == HOST and not asynchronous(engine.device)
         self._engine = weakref.ref(engine)
         self._forward: weakref.ref[Forward] = weakref.ref(engine.schedule.forward)
-        self._outermost: Any = lambda: None  # the frame of the running forward, weakly
-        self._saving: Any = lambda: None  # and of the unit's that saved last
+        self._outermost: Any = lambda: None  # weak reference to the frame of the running forward
+        self._saving: Any = lambda: None  # and to the frame of the unit that saved last
         self._open = Segment()
         self._numbers = itertools.count(1)
         self._forwards = 0
-        self._segments: dict[int, weakref.ref[Segment]] = {}  # those of graphs that are there, the oldest first
+        self._segments: dict[int, weakref.ref[Segment]] = {}  # segments of graphs that still exist, oldest first
         self._storages: dict[int, weakref.ref[Kept]] = {}  # by address
         self._others: set[int] = set()  # addresses of storages that live elsewhere
-        self._going: list[tuple[DeviceEvent, list[Tensor]]] = []  # what leaves, and until when it is read
+        self._going: list[tuple[DeviceEvent, list[Tensor]]] = []  # per copy: the event that ends it, and what it reads
         self._reached: list[weakref.ref[Segment]] = []
-        self._here: dict[int, tuple[weakref.ref[Kept], Tensor, int]] = {}  # copies that came back, with idle uses
-        self._taken: list[tuple[Tensor, int]] = []  # copies that autograd has had, likewise
+        self._here: dict[int, tuple[weakref.ref[Kept], Tensor, int]] = {}  # copies that came back, their idle use count
+        self._taken: list[tuple[Tensor, int]] = []  # copies given up to autograd, with the same count
         self._rests: dict[int, tuple[weakref.ref[Segment], int, Rest]] = {}  # room in use, by its segment's number
-        self._idle: dict[int, list[Rest]] = {}  # room for the next, by its bytes
+        self._idle: dict[int, list[Rest]] = {}  # free room, by its size in bytes
         self._asked: set[int] = set()  # sizes of room that the running forward asked for
-        self._leave_out: Callable[[Tensor], None] | None = None  # a simulation's
+        self._leave_out: Callable[[Tensor], None] | None = None  # set by a simulation
         self._empty = torch.empty(0, device=engine.device)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
     def keep(self, tensor: Tensor) -> SavedNote:
-        """Keep a tensor that autograd saves, which is none of the weights that are released."""
+        """Keep a tensor that autograd saves and that is not one of the weights that are released."""
         forward = self._forward()
         frames = forward.frames if forward is not None else ()
         if not frames or frames[-1].again or backward_is_running():
@@ -204,7 +205,7 @@ class Activations(Subscriber):
         return found
 
     def _begin(self, frame: Frame) -> None:
-        """Begin an outermost forward. What a backward of parts of a graph has left is given back first."""
+        """Begin an outermost forward. First give back what a backward through only parts of a graph has left."""
         self.ended()
         self._close()
         self._tidy()
@@ -227,7 +228,7 @@ class Activations(Subscriber):
         self._segments[self._open.number] = weakref.ref(self._open)
 
     def _close(self) -> None:
-        """Let the segment go out that was saved last: the program has come to another."""
+        """Copy out the segment that was saved last, because the program has come to another one."""
         segment, self._open, self._saving = self._open, Segment(), lambda: None  # if it cannot go, it stays
         leaving = [kept for kept in segment.needs() if kept.owner is segment and kept.start < 0]
         if not leaving:
@@ -252,7 +253,7 @@ class Activations(Subscriber):
     def _leave(self, most: int) -> None:
         while len(self._going) > most:
             through, flats = self._going.pop(0)
-            through.wait()  # memory that the current stream takes next may be theirs
+            through.wait()  # memory that the current stream takes next may be the segment's
             flats.clear()
 
     # --- room -------------------------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ class Activations(Subscriber):
         return flat
 
     def _ahead(self, segment: Segment) -> None:
-        """Begin to bring back what was saved before a segment: up to the next unit below the root."""
+        """Begin to bring back the segments saved before this one, up to the first of another unit below the root."""
         for number in reversed([number for number in self._segments if number < segment.number]):
             earlier = self._segments[number]()
             if earlier is None:
@@ -324,7 +325,7 @@ class Activations(Subscriber):
                 return
 
     def _bring(self, needed: Sequence[Kept]) -> None:
-        """Begin to copy to the device what is not there."""
+        """Begin to copy to the device the storages that are not there."""
         coming = [kept for kept in needed if kept.flat is None]
         if not coming:
             return
@@ -350,7 +351,7 @@ class Activations(Subscriber):
             raise
 
     def _take(self, kept: Kept) -> None:
-        """Let go of a storage's copy on the device, once no graph has a part of it."""
+        """Give up a storage's copy on the device; its memory is free once no graph uses a part of it."""
         found = self._here.pop(kept.number, None)
         if found is not None:
             self._taken.append(found[1:])
@@ -366,7 +367,7 @@ class Activations(Subscriber):
                 self.device.give_back(STATE, flat)
 
     def ended(self) -> None:
-        """Give back what backward had no use for after all."""
+        """Give back the copies that backward brought and did not use."""
         if self._here:
             self._wait_for_copies()
         for reference, flat, uses in [*self._here.values()]:
@@ -413,7 +414,7 @@ class ActivationsFeature(Feature):
         if name != STATE:
             return None
         made: Any = first(each.tier(NVME, assembly, {STATE: 0}, 0) for each in features())
-        made.buffers = STAGED  # whose size only a forward tells: those of states are known before
+        made.buffers = STAGED  # only a forward tells their size; the sizes of state buffers are known before
         return made  # type: ignore[no-any-return]
 
     def subscriber(self, engine: Engine) -> Activations | None:

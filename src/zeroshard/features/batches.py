@@ -29,16 +29,16 @@ from ..rng import drawing
 if TYPE_CHECKING:
     from ..engine.engine import Engine
 
-_SAME = "seed", "per_step", "size", "shuffle", "drop_last", "reseed", "samples"  # where a run goes on
+_SAME = "seed", "per_step", "size", "shuffle", "drop_last", "reseed", "samples"  # what a resumed run shares
 _OURS = {"batch_size", "sampler", "batch_sampler", "shuffle", "drop_last", "generator", "in_order"}  # of DataLoader
 _LOOP = "for batch in step: loss(batch).backward(), and then optimizer.step(); optimizer.zero_grad()"
 
 
 class Batches:
-    """The micro-batches of a run: iterating yields the steps that are left of an epoch, and a step this rank's part.
+    """The micro-batches of a run: iterating yields the epoch's remaining steps; a step yields this rank's part.
 
-    epoch, step: the place of the run: epochs that are over and, of this one, steps that are: a step is over once an
-        optimizer has made it, or the next one is asked for. `zero.save` and `load` hold the place.
+    epoch, step: the place of the run: how many epochs are over, and how many steps of this epoch are. A step is over
+        once an optimizer has made it, or the next one is asked for. `zero.save` and `load` hold the place.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class Batches:
         self.epoch = self._step = 0
         self._pending: int | None = None  # steps that optimizers had made when a step's last micro-batch was used
         self._loaded = 0  # how often another place was loaded
-        self._owner: object = None  # of what follows: the step that gives out micro-batches now
+        self._owner: object = None  # the step that gives out micro-batches now; the fields below are its state
         self.used: int | None = None  # the micro-batch that the program computes with
-        self.within, self.silent, self.backwards = 0, False, 0  # micro-batches of its step; does it count for nothing?
+        self.within, self.silent, self.backwards = 0, False, 0  # size of its step; is it dropped?; backwards with it
         self.first = False  # is it of the first round?
         self.retired = ""  # why it gives out nothing any more
         self._check_steps()
@@ -83,7 +83,7 @@ class Batches:
             self._pending = -1
 
     def _check_steps(self) -> None:
-        """Refuse an epoch without a step, and rounds in which a rank would have no part of what others need."""
+        """Refuse an epoch without a step, and, with experts, a round in which some ranks have no micro-batch."""
         per_step, size, samples = (self.settings[name] for name in ("per_step", "size", "samples"))
         if not len(self):
             raise UserError(
@@ -137,7 +137,7 @@ class Batches:
         return iter(DataLoader(self.dataset, batch_sampler=self._lists(), generator=workers, **self.loader))
 
     def _end(self, step: int) -> None:
-        """Be between two steps, so many of which are over."""
+        """Go between two steps. step: how many of the epoch are over."""
         self._step, self._pending, self._owner = step, None, None
         self.used, self.reduction.silent = None, False
 
@@ -166,10 +166,10 @@ class Batches:
             self.used, self.within, self.backwards, self.first = used, count, 0, not first
             self.reduction.silent = self.silent = first + self.rank >= count
             try:
-                with self._drawing(step, used, device):  # anew: workers may have drawn what the dataset does
+                with self._drawing(step, used, device):  # seed again: with workers the dataset draws elsewhere
                     yield batch
             finally:
-                if self._owner is mine:  # else an object that lived on ends late
+                if self._owner is mine:  # else a generator that outlived its loop ends late
                     self.used, self.reduction.silent = None, False
             if self._owner is not mine or loaded != self._loaded:
                 raise StateError(
@@ -215,7 +215,7 @@ class Batches:
         return {**{name: int(value) for name, value in self.settings.items()}, "epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, told: dict[str, int]) -> None:
-        """Go on where a run was. Raises `UserError` if that had other data, or another order of it."""
+        """Continue at the place of a saved run. Raises `UserError` if that run had other data or another order."""
         if found := self.differences(told):
             raise UserError(
                 "the checkpoint is of a run over other micro-batches", got="; ".join(found),
@@ -256,7 +256,7 @@ def _check_arguments(dataset: Any, per_step: object, size: object, seed: object,
 
 
 def _check_sums(reduction: Reduction) -> None:
-    """Refuse sums that are rounded, or ordered, otherwise on more ranks."""
+    """Refuse sums whose rounding or order would depend on the number of ranks."""
     narrow = sorted({f"{each.sum.dtype}" for each in reduction.gradients.accumulators if each.sum.dtype.itemsize < 4})
     if narrow or reduction.settings.reduce == "native":
         raise UserError(
@@ -274,12 +274,12 @@ class Step:
         self._batches, self._fetched = batches, fetched
 
     def __iter__(self) -> Iterator[Any]:
-        # An iterator that only the loop holds: where that is left, by `break` or an exception, it ends at once.
+        # Only the loop holds this iterator: it ends at once when the loop is left, by `break` or an exception.
         return self._batches.give_out(self._fetched)
 
 
 class Divided(Subscriber):
-    """The part of batches in backwards: sums of a step are divided by its micro-batches."""
+    """The subscriber of `Batches`: divides the sums of a step by its number of micro-batches."""
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
@@ -290,7 +290,7 @@ class Divided(Subscriber):
         inside, what, instead = batches.used is not None, "", "leave it out"
         if not inside:
             if any(each.filled and each.divisor != batches.ranks for each in reduction.gradients.accumulators):
-                kept = reduction.kept()  # of those that the program has not cleared
+                kept = reduction.kept()  # gradients that the program has not cleared
                 entries = [each for each in reduction.gradients.entries if each.number in kept]
                 if any(entry.accumulator.divisor != batches.ranks for entry in entries):
                     what = "a backward after the loop over a step's micro-batches would be divided as one of them"

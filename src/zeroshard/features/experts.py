@@ -1,6 +1,6 @@
-"""Parameters of which each rank has some rows, as experts are: `Layout.along`.
+"""Parameters of which each rank holds only some rows, such as experts: `Layout.along`.
 
-The ranks along one axis of a mesh have the same rows of them, and are the team that shards these (`comm/mesh.py`).
+The ranks along one axis of a mesh hold the same rows: they are the team that shards these rows (`comm/mesh.py`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ExpertsFeature(Feature):
             for each in assembly.partition.buckets
             if each.axis
             for slot in each.slots
-            if not slot.matrix and slot.cut is None  # of these `check_parts` has heard
+            if not slot.matrix and slot.cut is None  # `check_parts` checks the others
         }
         names = {id(record.param): record.name for record in assembly.managed}
         for optimizer in optimizers:

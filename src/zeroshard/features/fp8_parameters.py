@@ -1,11 +1,12 @@
 """The codec of an fp8 bucket, whose parameters rest and travel in 8 bits.
 
-    masters, fp32            each step's scales are made from these, and then what rests
-    parameters, 1 byte       the shard, or all of them: rest beside their masters at every stage; what a gather moves
-    scales, 1 byte a tile    on every rank of a team the same
-    gathered, 16 or 32 bits  what modules compute with; the bytes arrive in the last of this memory, and are read there
+    masters, fp32            each step computes the scales from these, and then the 1-byte parameters
+    parameters, 1 byte       the shard, or the whole bucket: rest beside the masters at every stage; a gather moves them
+    scales, 1 byte per tile  the same on every rank of a team
+    gathered, 16 or 32 bits  what modules compute with; the bytes land at the end of this memory and are decoded there
 
-Nothing else in the engine knows of it: such parameters are gathered for use at every stage, as those of other tiers.
+Nothing else in the engine knows this format: such parameters are gathered for use at every stage, like parameters that
+rest in other tiers.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ def chosen(managed: list[Managed], precision: Precision) -> set[str]:
 
 
 class Tiled(NamedTuple):
-    """The elements of one slot among some of a bucket: where they are, and the scales of their tiles."""
+    """The part of one slot within a range of bucket elements: its place in the range, and the scales of its tiles."""
 
     where: slice
     tiles: fp8.TileGrid
-    first: int  # element of the tensor
-    scales: Tensor  # fp32, of all its tiles
-    held: slice  # which of the bucket's these are
+    first: int  # where it begins in the tensor
+    scales: Tensor  # fp32, of all the tensor's tiles
+    held: slice  # which of the bucket's scales these are
 
 
 class E4M3(Plain):
@@ -94,11 +95,11 @@ class E4M3(Plain):
         ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
         self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
         self.scales = buffer.tier.reserve("scales", ends_at[-1], fp8.BYTE)
-        self._seen: Tensor | None = None  # scales that a step's masters ask for, which have left memory since
+        self._seen: Tensor | None = None  # scales that a step computed from masters that have left memory since
         self._arriving: Tensor | None = None  # the bytes that a gather brings
-        self._apart = False  # are these in memory of their own?
+        self._apart = False  # do these bytes have memory of their own?
         seat = buffer.team.seat
-        # One scale of a tensor that tensor parallelism has cut is that of all its parts; every other is of one part.
+        # If tensor parallelism has cut a tensor, its one scale is for all parts; any other scale is for one part.
         self._joined = scaling == "tensor" and buffer.bucket.slots[0].cut is not None
         self._place, self._places = (0, 1) if self._joined else (seat.part, seat.parts)
 
@@ -133,7 +134,7 @@ class E4M3(Plain):
         self.scales.copy_(self.buffer.group.maximum(scales) if self._joined else scales)
         first, last = self.buffer.parameters.first, self.buffer.parameters.last
         self._quantise(resting, source[first:last], first, last)
-        self.buffer.gathered.current = False  # it was not rounded, and goes at once
+        self.buffer.gathered.current = False  # unrounded values, released at once
 
     def look(self) -> None:
         self._seen = self._scales(self.buffer.target, *self.buffer.updated)
@@ -144,9 +145,9 @@ class E4M3(Plain):
     @classmethod
     @torch.no_grad()
     def agree(cls, codecs: Sequence[Plain]) -> None:
-        """Quantise buckets anew from their masters.
+        """Quantise buckets again from their masters.
 
-        One small message for all tensors, a byte for each scale; of experts, for those of every team.
+        Sends one small message for all tensors: a byte for each scale, and for experts for each scale of every team.
         """
         found = [codec for codec in codecs if isinstance(codec, cls)]
         asked = [codec.asked_of_all() for codec in found]
@@ -155,7 +156,7 @@ class E4M3(Plain):
             codec.requantise(scales.view(codec._places, -1)[codec._place])
 
     def asked_of_all(self) -> Tensor:
-        """Return what this rank puts into the message: its scales, in its team's place where teams have parts."""
+        """Return what this rank sends: its scales; where teams hold parts, at its team's place, and zeros elsewhere."""
         mine = self.scales_here().to(self.scales.device)
         if self._places == 1:
             return mine
@@ -197,7 +198,7 @@ class E4M3(Plain):
     # --- from bytes to what modules compute with --------------------------------------------------------------------
 
     def landing(self, *, in_use: bool) -> Tensor:
-        """Return the last bytes of the memory to gather into; other memory if that is kept because it may be read."""
+        """Return the end of the gathered copy's memory to gather into; other memory if that copy may still be read."""
         self._apart = in_use
         if in_use:
             self._arriving = self.buffer.tier.reserve("gather", self.buffer.bucket.numel, fp8.BYTE, zeroed=False)
@@ -209,7 +210,7 @@ class E4M3(Plain):
         if self._arriving is None:
             return
         buffer, raw, self._arriving = self.buffer, self._arriving, None
-        # An interrupt leaves half of it read, and the other half overwritten: then this is to be gathered again.
+        # An interrupt may leave some bytes decoded and the others overwritten: then the bucket is to be gathered again.
         current, buffer.gathered.current = buffer.gathered.current, False
         try:
             with torch.inference_mode(False), torch.no_grad():
@@ -260,7 +261,7 @@ class E4M3(Plain):
         return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.buffer.dtype, part.first)
 
     def take_back(self, *, asked: bool) -> bool:
-        """Report an edit, which one rank alone cannot follow since scales are all ranks' together. Returns False."""
+        """Report an edit: one rank alone cannot follow it, since all ranks share the scales. Returns False."""
         buffer = self.buffer
         if self.reported(self.edited):
             first, last = buffer.bucket.slots[0].name, buffer.bucket.slots[-1].name
@@ -311,22 +312,22 @@ def _on_any_rank(codecs: list[E4M3], mine: list[bool]) -> list[E4M3]:
 
 @torch.no_grad()
 def follow_edits(found: list[E4M3], write_from: int | None) -> None:
-    """Make masters, scales and bytes follow edits as all ranks leave gathered(): owners' edits, or one rank's.
+    """Apply edits to masters, scales and bytes as all ranks leave gathered(): the owners' edits, or one rank's.
 
-    Afterwards the gathered copy is what the bytes stand for: an edit, too, is rounded to 8 bits.
+    Afterwards the gathered copy is decoded from the bytes: an edit, too, is rounded to 8 bits.
     """
     for buffer in (codec.buffer for codec in found) if write_from is not None else ():
         assert write_from is not None
         buffer.rebind()
         buffer.group.give_all(buffer.full, buffer.bucket, write_from)
-        if not buffer.placements.optimizer:  # bytes of it may agree where masters do not
+        if not buffer.placements.optimizer:  # its bytes may be equal on all ranks where masters are not
             buffer.updating.give_all(write_from)
     codecs = _on_any_rank(found, [codec.reported(codec.edited) for codec in found])
     edited = [codec.buffer for codec in codecs]
     if edited:
         edited[0].group.torn = "gathered() was left with edits of which only some had reached the masters"
     for codec, buffer in zip(codecs, edited, strict=True):
-        if not buffer.placements.optimizer:  # where every rank updates everything, each element's owner says what it is
+        if not buffer.placements.optimizer:  # every rank updates everything: take each element from its owner
             buffer.team.gather(alias(buffer.full), buffer.bucket, "parameters").wait()
         codec.reported(codec.take_edits)
     _on_any_rank(codecs, [False] * len(codecs))

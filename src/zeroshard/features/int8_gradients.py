@@ -1,4 +1,4 @@
-"""Gradients that travel in 8 bits: the codec of contributions, of which `arithmetic/int8.py` has the numbers."""
+"""Gradients that travel in 8 bits: the codec of contributions. `arithmetic/int8.py` has the arithmetic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _check(partition: Partition) -> None:
-    """Refuse, by name, what gradients of 8 bits do not go with."""
+    """Refuse, by name, what 8-bit gradients cannot be combined with."""
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     if partition.align % BLOCK or any(bound % BLOCK for bucket in trained for bound in bucket.bounds):
         raise UserError(

@@ -29,10 +29,10 @@ EXCHANGING = "exchanging weights and averages"  # a meeting
 
 
 class MovingAverage:
-    """mean = mean + (weights - mean) * (1 - decay), for every parameter that is trained, and the weights at first.
+    """Keeps mean = mean + (weights - mean) * (1 - decay) for every trained parameter; the first mean is the weights.
 
-    Of what the optimizer updates, masters where there are any, in their dtype: each rank averages its part, and sends
-    nothing. The bits are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`.
+    It averages what the optimizer updates, masters where there are any, in its dtype: each rank its own part, without
+    communication. The bits are those of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class MovingAverage:
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Make the averages the model's weights inside, on every rank: to evaluate, or `zero.export`. Then as before.
+        """Use the averages as the model's weights inside, on every rank, to evaluate or `zero.export`; then swap back.
 
         No step and no `zero.save` inside. Collective: every rank enters and leaves.
         """
@@ -136,7 +136,7 @@ class MovingAverage:
 
 
 class _Averaging(Subscriber):
-    """The part of an average in the meetings of all ranks."""
+    """The average's subscriber: takes part when all ranks meet."""
 
     def __init__(self, average: MovingAverage) -> None:
         self._average = average

@@ -1,8 +1,8 @@
-"""Matrices that tensor parallelism has cut, whole for an optimizer of whole matrices, such as Muon.
+"""Matrices that tensor parallelism has cut, put together for an optimizer of whole matrices, such as Muon.
 
-Of a matrix, its averaged gradient and each of its states a rank has one part, which rests and is saved as that of an
-elementwise optimizer. For the optimizer's own step of a bucket the ranks of the tensor axis gather all of them: each
-has the whole matrix for the moment, makes the same update of it, and keeps its part.
+A rank holds one part of a matrix, of its averaged gradient and of each of its states; parts rest and are saved as for
+an elementwise optimizer. While the optimizer steps a bucket, the ranks of the tensor axis gather all parts: each rank
+has the whole matrix for that moment, computes the same update of it, and keeps its part.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _ELSE = "an elementwise optimizer for it, such as AdamW, beside this one for the
 
 
 def states_of_elements(optimizer: torch.optim.Optimizer) -> set[str]:
-    """Return the names of the states that have an element for each of the matrix's. Refuses, by name, optimizers with
-    others: of these no rank could keep a part."""
+    """Return the names of the states with one element per element of the matrix. Refuses, by name, optimizers with
+    states of another shape, one number aside: a rank could not keep a part of these."""
     found: dict[str, Any] = {}
     for group in optimizer.param_groups:
         device = next((param.device for param in group["params"]), torch.device("cpu"))
@@ -64,14 +64,14 @@ def states_of_elements(optimizer: torch.optim.Optimizer) -> set[str]:
 
 
 class Rejoined:
-    """The whole matrices, of which this rank has parts, for one optimizer's steps. tensors: how they are cut."""
+    """Puts together, for an optimizer's steps, matrices of which this rank has parts. tensors: how they are cut."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, tensors: TensorParallel, ledger: Ledger) -> None:
         self._optimizer, self._tensors, self._ledger = optimizer, tensors, ledger
-        self._keys: set[str] | None = None  # names of states with an element for each of the matrix's
+        self._keys: set[str] | None = None  # names of states with one element per matrix element
 
     def ask(self, binding: Binding) -> None:
-        """Ask the optimizer what it keeps, if it has matrices that are cut; one that gets some later is asked then."""
+        """Ask the optimizer what it keeps, if it has cut matrices; if it gets some later, `shown` asks then."""
         slots = [member.place.buffer.bucket.slots[member.place.position] for member in binding.members]
         if any(slot.cut is not None for slot in slots):
             self._keys = states_of_elements(self._optimizer)
@@ -140,7 +140,7 @@ def _takes_whole(optimizer: torch.optim.Optimizer) -> bool:
 def _dim(fragment: Fragment) -> int | None:
     """Return the dimension on which the matrix is cut; None if this rank has all of it.
 
-    Of stacked matrices a rank has its part of each: dimensions before theirs only count matrices.
+    Of stacked matrices a rank has a part of each: the leading dimensions only count the matrices.
     """
     slot = fragment.slot
     dim = -1 if slot.cut is None or not fragment.elements.numel else slot.cut - len(slot.shape) + len(fragment.shape)
@@ -158,7 +158,7 @@ class MuonTensorParallelFeature(Feature):
         return True
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse updates in backward: its messages and those of the update are on the same axis, in no common order."""
+        """Refuse updates in backward: messages of backward and of the update share an axis, without a common order."""
         cut = {
             id(record.param): record.name for record in assembly.managed if id(record.param) in assembly.tensors.cuts
         }

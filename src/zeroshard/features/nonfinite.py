@@ -1,9 +1,9 @@
 """The first NaN or infinity: on which rank, in which step, micro-batch, parameter and element.
 
-Looked for where it costs least: in this rank's shard of a bucket's sum, once its reduction has landed (a sum over a
-NaN or an infinity is one). The contributions of all ranks still lie beside the sum then, so the one that it came from
-is known without a second run. What was found counts until it is gone: cleared gradients, or edited ones, are forgiven.
-Parameters are looked at only once a gradient is at fault: a spoiled one that is used spoils gradients at once.
+The search is where it costs least: in this rank's shard of a bucket's sum, once its reduction has landed (a sum over a
+NaN or an infinity is not finite). All ranks' contributions are still in memory then, so the rank that it came from is
+known without a second run. A finding counts until its gradient is cleared, or edited to a finite number. Parameters are
+searched only once a gradient is not finite: a spoiled parameter that is used spoils gradients at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Finding(NamedTuple):
     """The first NaN or infinity that was found.
 
     micro_batch: which backward since the last step, from 1; 0 for a parameter, which was spoiled before that step.
-    rank: whose contribution to the gradient it was; -1 where each one's was finite and only their sum is not, or where
-        `Comm(reduce="native")` kept them apart from us.
+    rank: the rank whose contribution it was; -1 if every contribution was finite and only their sum is not, or if
+        `Comm(reduce="native")` did not show us the contributions.
     element: of the parameter, counted flat.
     """
 
@@ -62,7 +62,7 @@ def _place(finding: Finding) -> tuple[str, int, int]:
 def first_nonfinite(flat: Tensor) -> int | None:
     """Return the index of the first element of a 1-D tensor that is NaN or infinite; None if all are finite."""
     if simulated(flat) or not flat.numel() or ask(flat.sum(dtype=torch.float32).isfinite()):
-        return None  # finite numbers may add up to infinity, but nothing else ever adds up to a number
+        return None  # a finite sum has only finite terms; the reverse need not hold, since sums overflow
     bad = flat.isfinite().logical_not_()
     return int(ask(bad.to(torch.uint8).argmax())) if ask(bad.any()) else None
 
@@ -80,7 +80,7 @@ class Finite(Subscriber):
         self._micro_batch = 0
         self._seen: Finding | None = None  # in what this rank owns
         self._passed: dict[tuple[str, int, int], tuple[Accumulator, Finding]] = {}  # in sums that this rank hands on
-        self._lies: tuple[Accumulator, int, int] | None = None  # slot and element, for as long as it counts
+        self._lies: tuple[Accumulator, int, int] | None = None  # where `_seen` lies: slot and element of its fragment
 
     def begin(self) -> None:
         """Count a backward that begins, and forget a finding whose gradient is gone."""
@@ -96,8 +96,8 @@ class Finite(Subscriber):
                     self._seen = self._lies = None
 
     def summed(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
-        """Look for a NaN or infinity in a sum; or note what is in one that others own, for whom it is too late to see
-        whose it was."""
+        """Look for a NaN or infinity in a sum that this rank owns; in one that it hands on, note it for the owners,
+        which can no longer see whose it was."""
         if not self.looks:
             return
         if accumulator.sum.by_part and pieces:
@@ -119,7 +119,7 @@ class Finite(Subscriber):
     ) -> tuple[Finding, int, int] | None:
         """Return what is found in bucket elements [first, last), its slot, and the element of that slot's fragment.
 
-        pieces, total: these and others, from bucket element `begin` on.
+        pieces, total: they hold these elements and others, from bucket element `begin` on.
         """
         buffer, slots = accumulator.buffer, accumulator.bucket.slots
         seat, total = buffer.team.seat, total[first - begin : last - begin]

@@ -8,8 +8,8 @@ A file has `BUFFERS` page-aligned buffers, whatever the model's size. While buck
 on its way in and bucket k - 1 on its way out. Blocks go past the page cache (O_DIRECT) by `os.preadv` and `os.pwritev`
 on a few threads: the disk then moves bytes while Python's lock is free.
 
-Nothing that fails here is passed over: the error names rank and file, and from then on nothing is read, so that no
-stale state is ever used; `zero.load` starts afresh.
+Every failure here raises an error that names rank and file. From then on nothing is read, so that no stale state is
+ever used; `zero.load` starts afresh.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class NvmeTier(Tier):
     def __init__(
         self, offload: Offload, rank: int, compute: torch.device, ledger: Ledger, largest: dict[str, int], nbytes: int
     ) -> None:
-        """largest: by state of `Offload`, the bytes of the largest shard that will rest here. nbytes: of all that will,
-        optimizer states aside: a disk with less room is refused."""
+        """largest: for each state of `Offload`, the bytes of the largest shard that will rest here. nbytes: of all
+        shards that will, without optimizer states: a disk with less room is refused."""
         self.rank = rank
         self.compute = compute
         self.ledger = ledger
         self.digests = offload.digests
         self.failed: TierError | None = None
-        self.told = False  # that the filesystem takes no direct I/O
+        self.told = False  # logged: the filesystem takes no direct I/O
         self._largest = largest
         self._files: dict[str, StateFile] = {}
         self.threads: ThreadPoolExecutor | None = None
@@ -89,7 +89,7 @@ class NvmeTier(Tier):
         at_end_of(self, _end, os.getpid(), self.threads, at_exit=True)
 
     def quiesce(self) -> None:
-        """Wait for all transfers, also for one that an exception came before it was noted."""
+        """Wait for all transfers, also for one that an exception kept from being noted."""
         if self.threads is not None:
             self.threads.shutdown()
             self._start()
@@ -134,8 +134,8 @@ class NvmeTier(Tier):
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
-        """Allow all that rests here to be written anew inside, also after a failure; which counts again if that
-        fails."""
+        """Allow all that rests here to be rewritten inside, also after a failure; if the rewrite fails, the old failure
+        counts again."""
         failed, self.failed = self.failed, None
         if failed is not None:
             for file in self._files.values():
@@ -263,7 +263,7 @@ class StateFile:
     def _room(self) -> _Room:
         idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
         if len(self._rooms) < BUFFERS and all(room.holder is not None for room in idle):
-            self._rooms.append(room := _Room())  # first: memory of a room that an interrupt loses would stay counted
+            self._rooms.append(room := _Room())  # first: if an interrupt lost the room, its memory would stay counted
             self._make(room)
             return room
         if not idle:
@@ -303,7 +303,7 @@ class StateFile:
         if self.tier.threads is None or not size:
             ends(event)
             return
-        before = [*room.work, *rest.writing]  # through, and without an error
+        before = [*room.work, *rest.writing]  # must end before, without an error
         try:
             parts = [
                 self.tier.threads.submit(_after, before, move, rest, at, room.view[at : min(at + BLOCK, size)])
@@ -380,7 +380,7 @@ class FileRest(Rest):
         self.depth = 0
         self.dirty = False
         self.written = False
-        self.writing: list[Future[None]] = []  # perhaps still on its way to the file, from a buffer that others have
+        self.writing: list[Future[None]] = []  # perhaps still under way, from a buffer that another rest has by now
         self.digests: dict[int, str] = {}  # by place in the slot, of the bytes last written there
 
     @property
@@ -432,7 +432,7 @@ class FileRest(Rest):
             self._until([sent(to, tensor[start : start + to.numel()]) for start, to in parts][-1]).wait()
 
     def _until(self, through: DeviceEvent) -> DeviceEvent:
-        """The device copies from or to the buffer until then: a user of it waits, as for a read."""
+        """Note that the device uses the buffer until this event: the buffer's next user waits, as for a read."""
         if self.room is not None and self.file.tier.threads is not None and not through.is_completed():
             self.room.work.append(self.file.tier.threads.submit(through.finish))
         return through

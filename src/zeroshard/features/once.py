@@ -1,7 +1,7 @@
 """One copy of the parameters for all ranks of a host, which compute with it in place, as on the device.
 
-Each owner writes its shard into memory that all ranks of the host read. What a rank writes elsewhere is its own, as in
-a copy of its own, until the next gather drops it.
+Each owner writes its shard into memory that all ranks of the host read. What a rank writes outside its shard stays
+private, as in a copy of its own, until the next gather drops it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OneCopy(OnDevice):
     lands_at_once = True  # landing drops what this rank has written itself
 
     def __init__(self, tensor: Tensor, pages: Pages | None) -> None:
-        """pages: those of several ranks that really run, where the tensor lies in them."""
+        """pages: those that the tensor lies in, if several ranks really run; else None."""
         super().__init__(tensor)
         self._pages = pages
 
@@ -51,8 +51,8 @@ class OneCopy(OnDevice):
 class Pages:
     """The pages of one bucket that all ranks map: see `shared_memory.Whole`.
 
-    When all owners have written to what all read, private pages are dropped, or they would hide what others have
-    written.
+    Once all owners have written to the shared pages, a rank drops its private pages, which would hide what others
+    have written.
     """
 
     def __init__(self, exchange: Exchange, bucket: int, nbytes: int) -> None:
@@ -63,11 +63,11 @@ class Pages:
         exchange.joins["publish", bucket] = self._take_part
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
-        """Return all of it as 1-D, in which this rank's writes are its own."""
+        """Return all pages as a 1-D tensor; this rank's writes to it are private."""
         return self._own[: self._nbytes].view(dtype)
 
     def publish(self, first: int, last: int) -> Any:
-        """Let all ranks read this rank's bytes [first, last), and once all have, drop its private pages."""
+        """Copy this rank's bytes [first, last) to the shared pages; once all ranks have, drop its private pages."""
         self._window[first:last].copy_(self._own[first:last])
         return self._exchange.tell("publish", self._bucket, self._nbytes, lambda posted: self.forget())
 
@@ -124,7 +124,7 @@ class OnceFeature(Feature):
     page = "offload.md"
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Refuse it if several teams have parts of the parameters, or off the CPU."""
+        """Refuse one copy if teams hold different parts of the parameters, or off the CPU."""
         if not assembly.offload.once:
             return
         group, buckets = assembly.group, assembly.partition.buckets

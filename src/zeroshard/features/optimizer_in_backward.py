@@ -1,8 +1,8 @@
 """The optimizer in backward: each bucket is stepped as its reduction lands, and its gradients' memory is given back.
 
-A gradient then exists from the moment its sum begins until its bucket is updated: of all gradients a rank holds one
-bucket's. The price: no code can ask or change gradients before they are used, so clipping, scaling, adding up several
-backwards and skipping a step are refused. `optimizer.step()` ends the step that backward has made.
+A gradient then exists from the moment its sum begins until its bucket is updated: a rank holds one bucket's
+gradients at a time. The price: no code can read or change gradients before they are used, so clipping, scaling, adding
+up several backwards and skipping a step are refused. `optimizer.step()` ends the step that backward has made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _LOOP = "loss.backward(); optimizer.step(); optimizer.zero_grad()"
 _ELSE = "or shard(...) without optimizer_in_backward=True"
-# The last graph tasks that a GradScaler's loss began: of several threads, each of which may be in one.
+# Ids of the last graph tasks that began at a GradScaler's loss; several, since each thread may run one.
 _scaled: deque[int] = deque(maxlen=1024)
 
 
@@ -82,9 +82,9 @@ class PassingTier(Tier):
 
 
 class InBackward(Subscriber):
-    """The updates of one model's weights by backwards, and refusals of what these leave no room for.
+    """Updates one model's weights inside backward, and refuses what that makes impossible.
 
-    It is as much of a step as an optimizer's own: an exception may leave it half done (`Updates`).
+    An update is part of a step, as an optimizer's own is: an exception may leave it half done (`Updates`).
     """
 
     early = True
@@ -110,7 +110,7 @@ class InBackward(Subscriber):
     # --- a backward -------------------------------------------------------------------------------------------------
 
     def words(self, *, local: bool) -> str:
-        """Return the options that the backward that begins steps with; report what it may not do."""
+        """Return the optimizer options that this backward steps with; report what it may not do."""
         self._check_edits()
         trouble = self._trouble(local)
         if trouble is not None:
@@ -161,7 +161,7 @@ class InBackward(Subscriber):
         """Follow groups and clear gradients, once all ranks are at the same backward with the same options."""
         for binding in self.bindings:
             binding.follow_groups()
-        self.gradients.hide(self.gradients.entries)  # cleared on one side, or of no optimizer's parameters
+        self.gradients.hide(self.gradients.entries)  # also gradients cleared on one side only, or of no optimizer
 
     def averaged(self, accumulator: Accumulator, having: set[int]) -> None:
         """Update this rank's part of a bucket; if all ranks update all of it, gather its average first."""
@@ -191,7 +191,7 @@ class InBackward(Subscriber):
             if not buffer.resident and not unit.pinned:  # its weights are not needed any more in this backward
                 buffer.close()
                 buffer.release()
-            buffer.edits.follow(asked=False)  # the update itself makes older graphs old
+            buffer.edits.follow(asked=False)  # the update itself makes older graphs stale
             self.step.buffers.append(buffer)
             for binding in bindings:
                 try:
@@ -247,7 +247,7 @@ class InBackward(Subscriber):
         self.awaited.discard(number)
 
     def passes_over(self, buffers: Sequence[Buffer]) -> bool:
-        return True  # backward has made it
+        return True  # backward has made the update
 
     def between_steps(self, what: str) -> None:
         """Refuse a call if backward has updated and step() has not ended the step."""
@@ -268,7 +268,7 @@ class InBackward(Subscriber):
 
 
 class Updates(Transaction):
-    """The buckets that a backward has updated and not sent yet. By itself no exception ends it: its backward does."""
+    """The buckets that a backward has updated and not sent yet. An exception does not end it: its backward does."""
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []
@@ -299,7 +299,7 @@ def _gone(name: str, what: object) -> StateError:
 
 
 def _updates(binding: Binding, accumulator: Accumulator, having: set[int]) -> bool:
-    """Tell if an optimizer updates a parameter of a bucket that has a gradient. having: numbers of those."""
+    """Tell if an optimizer updates a parameter of this bucket that has a gradient. having: numbers of the gradients."""
     return any(entry.updater == binding.number and entry.number in having for entry in accumulator.entries)
 
 

@@ -1,8 +1,9 @@
-"""Gradients of experts source by source: so that they can be added up in the order of all ranks.
+"""Gradients of experts, one per source rank of the tokens, so that they can be added up in the order of all ranks.
 
-Where experts are divided among ranks, an expert sees tokens of several ranks in one backward. One product over all of
-them adds up in an order that depends on how many ranks divide the experts. Apart, each rank's tokens have a product and
-a gradient of their own, and however they are divided the same gradients are added up in the same order.
+Where experts are divided among ranks, an expert sees tokens of several ranks in one backward. One product over all
+these tokens adds up in an order that depends on how many ranks divide the experts. With `apart`, each rank's tokens
+have a product and a gradient of their own: however experts are divided, the same gradients are added up in the same
+order.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class _Apart(torch.autograd.Function):
 def apart(weight: Tensor, sources: int) -> Tensor:
     """Return a parameter once per source of tokens, [sources, *shape]: `[s]` is for what rank s of a group sent.
 
-    With `Layout(along=..., apart=True)` their gradients are added up in the order of all ranks; in a plain process, or
-    without, in the order of the sources. Takes no memory forward, and in backward that of the gradients.
+    With `Layout(along=..., apart=True)` the sources' gradients are added up in the order of all ranks; in a plain
+    process, or without that setting, in the order of the sources. Takes no memory in forward; in backward, that of the
+    gradients.
     """
     if type(sources) is not int or sources < 1:
         raise UserError(

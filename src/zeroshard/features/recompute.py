@@ -49,8 +49,8 @@ class _Segment:
 
     @outside
     def begin(self) -> bool | None:
-        """Enter the unit if backward runs this again: True. Else put our hooks above torch's, which would keep
-        weights: False. None if neither was needed or allowed."""
+        """Enter the unit if backward recomputes it, and return True. Else push our saved-tensor hooks over torch's,
+        which would keep weights, and return False. None if neither was needed or allowed."""
         schedule, unit = self._schedule(), self._unit
         if schedule is None:
             return None

@@ -1,15 +1,15 @@
 """The delivery of sums over several replicas: each adds to what the one before has summed up, and the last divides.
 
-The first replica begins with what its accumulator holds and adds its ranks' contributions; each next one goes on with
-what comes, unrounded; the last divides, rounds, and sends the result to all. These are the operations, the operands and
-the order that one replica of as many ranks has, so their number never changes a bit (`sums.fold`).
+The first replica begins with what its accumulator holds and adds its ranks' contributions; each later one continues
+from the unrounded sum that it receives; the last divides, rounds, and sends the result to all. Operations, operands and
+order are those of one replica of as many ranks, so the number of replicas never changes a bit (`sums.fold`).
 
-Where each replica keeps a part of the shard's sum only (`Placements.owned`), the last one sends each its part, and a
-sum that goes on from an earlier one begins with the parts of all, which come together at the first.
+Where each replica keeps only a part of the shard's sum (`Placements.owned`), the last replica sends each one its part.
+A sum that continues an earlier one begins at the first replica, which collects the parts of all.
 
-Waits go only from a replica to those before it, and for the average to the last: relays cannot wait for each other in a
-circle. Receives are launched with the reduction; in a device's queue, where they take processors of it for as long as
-they wait, only when this rank's part is there, bucket by bucket in the order of reductions.
+A replica waits only for the ones before it, and for the average only for the last: relays cannot wait for each other in
+a circle. Receives are launched with the reduction. In a device's queue, where a waiting receive occupies processors of
+the device, they are launched only when this rank's part is there, bucket by bucket in the order of reductions.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Relay(Delivery):
 
 
 class RelayOfParts(Relay):
-    """The same of a shard of which each replica keeps a part: parts come together at the first, and go from the last.
+    """A relay of a shard of which each replica keeps a part: the first collects the parts, and the last sends them out.
 
-    A rank's part of an earlier sum leaves as the new one begins; no average can come before all that it is made of.
+    A rank sends its part of an earlier sum as the new one begins: no average can come before all that it is made of.
     """
 
     apart = True
@@ -108,11 +108,11 @@ class RelayOfParts(Relay):
     def __init__(
         self, team: Team, bucket: Bucket, running: Tensor, average: Tensor, whole: Tensor, kept: Tensor | None
     ) -> None:
-        """whole: the shard in the accumulator's dtype, of an earlier sum on the first replica and of the average on the
-        last one; `running`, where that has the dtype. Others do not use it.
+        """whole: memory for the shard in the accumulator's dtype: for an earlier sum on the first replica, for the
+        average on the last; `running` itself if that has the dtype. Other replicas do not use it.
 
-        kept: this rank's part of an earlier sum, undivided, which this one goes on from; None if it begins at zero. Its
-        memory stays what it is until this rank has handed the sum on.
+        kept: this rank's undivided part of an earlier sum that this one continues; None if it begins at zero. Its
+        memory must not change until this rank has handed the sum on.
         """
         self._whole, self._kept = whole, kept
         self._numels = [last - first for first, last in bucket.portions(team.seat)]
@@ -137,7 +137,7 @@ class RelayOfParts(Relay):
         return [*self._collecting, *super()._average()]
 
     def _give(self) -> list[Any]:
-        if self.team.queued:  # else it comes late enough: no average does before the first replica has all parts
+        if self.team.queued:  # else no wait is needed: no average comes before the first replica has all parts
             self._work(self._collecting).wait()
         return self.column.exchange(self._whole, self.average, self._numels, out=True)
 

@@ -4,13 +4,13 @@ Gradients do not depend on the rank that computes them. So where two ranks get d
 of them computes wrongly, without an error: silent data corruption. A third rank's result says which.
 
     1  every rank computes its own micro-batch, as always; gradients are digested as they appear
-    2  every rank computes one of another rank's (`assigned`), with that one's random numbers and buffers; what backward
-       leaves of gradients is digested and dropped, as of a rank that `Zero.join` keeps in step
-    3  the ranks compare digests. Of micro-batches of which they differ, one more rank computes each (2, once more)
-    4  what two ranks have got is right (`right`), and a rank that got anything else is named, unless these are most
+    2  every rank computes another rank's micro-batch (`assigned`), with that rank's random numbers and buffers; its
+       gradients are digested and dropped, as for a rank that `Zero.join` keeps in step
+    3  the ranks compare digests. Each micro-batch whose digests differ is computed by one more rank (2, once more)
+    4  a result that two ranks got is right (`right`); a rank that got another is named, unless most ranks would be
 
-Every rank computes in 2 and 3, since gathers at stage 3 take all of them. Of more than `MOST` ranks as many
-micro-batches travel, of other ranks each time, and several ranks compute each.
+Every rank computes in 2 and 3, since gathers at stage 3 need all ranks. With more than `MOST` ranks only `MOST`
+micro-batches travel, from other ranks each time, and several ranks compute each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MOST = 8  # micro-batches that are computed again in one replay
 PIECES = 256  # of a tensor, each with a digest of its own
 _WORDS = 1 << 22  # of 16 bits, that a device weighs at a time
 _ODD = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-_ALIGNED = 64  # bytes: where memory begins, which some kernels look at
+_ALIGNED = 64  # bytes: addresses are kept modulo this, which some kernels look at
 
 
 class Suspect(NamedTuple):
@@ -59,13 +59,13 @@ class Suspect(NamedTuple):
 
 
 class Corruption(NamedTuple):
-    """One micro-batch of which a rank got bits that others did not get.
+    """One micro-batch for which a rank got other bits than the other ranks.
 
     step: from 1. owner: the rank whose micro-batch it was. suspects: the rank that is wrong; several where that cannot
         be told, because no two agree, or because more than half of all ranks would be wrong.
-    spoiled: are gradients of the training wrong (or may be, with several suspects)? Else only the replay's were.
+    spoiled: True if the training's gradients are wrong (or may be, with several suspects); else only the replay's were.
     parameter: the first, in the engine's order, whose gradient differs; else a buffer, or another product in words.
-    elements: of it, counted flat, in which the first difference lies: from, to before.
+    elements: its flat range [first, end) in which the first difference lies.
     others: how many more of parameters and buffers differ.
     """
 
@@ -101,8 +101,8 @@ def subjects(ranks: int, number: int) -> list[int]:
 def assigned(rank: int, ranks: int, number: int, turn: int) -> int:
     """Return whose micro-batch a rank computes in a replay. turn: 0, or 1 where results of the first one differ.
 
-    Another rank's, and in both turns another one's, if there are enough ranks; else its own. Neighbours change from
-    replay to replay.
+    It is another rank's, and a different one in each turn, if there are enough ranks; else its own. Pairs of ranks
+    change from replay to replay.
     """
     whose = subjects(ranks, number)
     others = len(whose) - 1
@@ -111,7 +111,7 @@ def assigned(rank: int, ranks: int, number: int, turn: int) -> int:
 
 
 def right(found: Sequence[tuple[int, str]]) -> str | None:
-    """Return the digest that most ranks have got, two or more of them, of (rank, digest); None if there is none."""
+    """Return the digest that most ranks got, if two or more did; else None. found: (rank, digest) of each."""
     who: dict[str, set[int]] = defaultdict(set)
     for rank, digest in found:
         who[digest].add(rank)
@@ -129,7 +129,7 @@ def piece(numel: int) -> int:
 
 
 def digests(tensor: Tensor) -> Tensor:
-    """Return `PIECES` digests of a dense tensor, int64, where it is; 0 for pieces that it does not have."""
+    """Return `PIECES` digests of a dense tensor, int64, on its device; 0 for pieces that it does not have."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     found = torch.zeros(PIECES, dtype=torch.int64, device=flat.device)
     if not flat.numel():
@@ -185,7 +185,7 @@ def _watching(entries: Sequence[Any]) -> Iterator[dict[int, Tensor]]:
                     handles.append(entry.param.register_post_accumulate_grad_hook(partial(note, entry.number)))
                     hooks = entry.param._post_accumulate_grad_hooks
                     for other in [each for each in hooks if each != handles[-1].id]:
-                        hooks[other] = hooks.pop(other)  # autograd sees no `move_to_end`
+                        hooks[other] = hooks.pop(other)  # autograd would not see `move_to_end`
         yield seen
     finally:
         for handle in handles:
@@ -307,9 +307,9 @@ def unpack(message: Tensor, device: torch.device) -> Any:
 class Replay:
     """A function of a micro-batch that does forward and backward, of whose calls one in `every` is checked.
 
-    every: the same on every rank, or all raise at the next call that is due on any. calls: made so far. replays: of
-    these, checked; fewer on a rank that an interrupt kept from it. found: all that was found, oldest first; the same on
-    every rank.
+    every: the same on every rank, or all raise at the next call that is due on any. calls: made so far. replays: how
+    many of these were checked; fewer on a rank that an interrupt kept from one. found: all that was found, oldest
+    first; the same on every rank.
     """
 
     def __init__(self, engine: Engine, work: Callable[..., Any], every: int) -> None:
@@ -328,8 +328,8 @@ class Replay:
         self._engine, self._work = engine, work
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a micro-batch of this rank, and return what the function does. Raises `CorruptionError` on every rank
-        if a replay, of this call's, got different bits."""
+        """Compute a micro-batch of this rank, and return what the function returns. Raises `CorruptionError` on every
+        rank if this call is replayed and ranks get different bits."""
         due = self.calls % self.every == 0
         self.calls += 1
         if not due:
@@ -363,7 +363,7 @@ class Replay:
         return result
 
     def _told(self, wrong: UserError | None) -> dict[str, Any]:
-        """Return what must be equal on all ranks, on which bits depend."""
+        """Return what must be equal on all ranks, since bits depend on it."""
         if wrong is not None:
             raise wrong
         device = self._engine.group.device
@@ -420,7 +420,7 @@ class Replay:
         return table
 
     def _all_again(self, turn: int, tables: dict[int, Tensor], again: Callable[[], Tensor]) -> list[list[str]]:
-        """Compute again on all ranks, or raise on all. Returns each one's digests: of the training, and of this."""
+        """Compute again on all ranks, or raise on all. Returns each rank's digests: of training and each turn."""
         group, failed = self._engine.group, None
         try:
             tables[turn] = again()
@@ -431,7 +431,7 @@ class Replay:
             group.progress.trouble = f"a replay raised {problem_of(error)}"
             schedule = self._engine.schedule
             if schedule.backward.begun and not schedule.backward.running():
-                group.level(group.progress.trouble)  # others wait inside that backward, not for a message behind it
+                group.level(group.progress.trouble)  # others wait inside that backward, not for the message after it
                 raise
         mine = [_digest(table) for table in tables.values()]
         try:
@@ -449,13 +449,13 @@ class Replay:
     def _checked(self, message: Tensor, own: Tensor, before: Sequence[_Place]) -> list[Corruption]:
         """Replay, and return what was found, the same on every rank."""
         group = self._engine.group
-        number = (self.calls - 1) // self.every  # of numbers that all ranks have compared: `replays` is none of them
+        number = (self.calls - 1) // self.every  # made of numbers that all ranks have compared, unlike `replays`
         with group.as_one():
             polled = group.poll("replaying", group.number("replay"), message.numel())
             sizes = [size for (size,) in polled] * (group.ranks // len(polled))
         whose = subjects(group.ranks, number)
         tables = {-1: own}
-        # Of each owner: (rank, turn, digest) of all that computed its micro-batch; turn -1: as it was trained with.
+        # By owner: (rank, turn, digest) of each computation of its micro-batch; turn -1 is the training's own.
         results: dict[int, list[tuple[int, int, str]]] = {owner: [] for owner in whose}
         given, disputed = message, whose
         for turn in (0, 1):

@@ -59,8 +59,8 @@ class Split(Rest):
         self.first, self.numel = first, last - first
         self.on_device = tier.on_device
         self.planes = tier.rest("master", parameters.bucket.index, split_nbytes(self.numel), torch.uint8)
-        self.device = device  # gives memory of a moment
-        self.before: Tensor | None = None  # the parameters that the planes go with, while these may be edited
+        self.device = device  # reserves temporary memory
+        self.before: Tensor | None = None  # a copy of the parameters that the planes belong to, while edits are allowed
         self._home = tier.device
         self._joined: Tensor | None = None
         self._dirty = False
@@ -127,7 +127,7 @@ class Split(Rest):
         if start == stop:  # a parameter of which this rank has no elements
             yield torch.empty(0, dtype=torch.float32, device=self._home)
             return
-        first, last = start // 8 * 8, min(-(-stop // 8) * 8, self.numel)  # a byte has the bits of eight
+        first, last = start // 8 * 8, min(-(-stop // 8) * 8, self.numel)  # a byte has the ties of eight elements
         with self._memory(first, last) as joined:
             yield joined[start - first : stop - first]
             if changed:
@@ -135,7 +135,7 @@ class Split(Rest):
 
     @contextlib.contextmanager
     def _memory(self, first: int, last: int, *, fresh: bool = False) -> Iterator[Tensor]:
-        """Join elements [first, last) in memory of the moment, with the parameters and planes present too."""
+        """Join elements [first, last) in temporary memory for the block, with parameters and planes present too."""
         numel = last - first
         with self.parameters.here(changed=False), self.planes.here(changed=False):
             if self.on_device:
@@ -186,12 +186,12 @@ class Split(Rest):
 class SplitOf(Plain):
     """The codec of parameters whose masters rest as the bits that they lack.
 
-    The lower half of a master says nothing of an edited parameter, and only the parameters from before would tell which
-    elements were edited: they are kept inside `gathered()`, see `keep`.
+    After a parameter is edited the lower half of its master is meaningless, and only the parameters from before tell
+    which elements were edited: `keep` copies them inside `gathered()`.
     """
 
     alone = True
-    asks = True  # joined halves would have to be split
+    asks = True  # else joined masters have to be split again
 
     def __init__(self, buffer: Buffer, masters: Tensor) -> None:
         """masters: the first, of which the parameters are the cast."""
@@ -205,7 +205,7 @@ class SplitOf(Plain):
             self.rest.before.copy_(stored)
 
     def before_taking_back(self) -> None:
-        # Beside what they are the lower half of.
+        # While the lower halves' own parameters still rest.
         super().follow(self.buffer.full[slice(*self.buffer.updated)], asked=True)
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
@@ -226,7 +226,7 @@ class SplitOf(Plain):
 
 
 def _divides_masters(precision: Precision, partition: Partition, placements: Placements, offload: Offload) -> bool:
-    """Tell if masters are split: not where they alone rest, which is noted. Raises where there are none to split."""
+    """Tell if masters are split: not where masters alone rest, which is logged. Raises if there are no masters."""
     if not precision.split_master:
         return False
     found = {
@@ -259,8 +259,8 @@ def _lost(buffer: Buffer) -> bool | Tensor:
 def _report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
     """Report, before all ranks meet, replicated weights that were edited where split masters could not follow.
 
-    The lower half of a master says nothing of an edited weight, and only the weights from before would tell which
-    elements were edited. They are kept inside `gathered()` alone.
+    After a weight is edited the lower half of its master is meaningless, and only the weights from before tell which
+    elements were edited. A copy of these exists only inside `gathered()`.
     """
     found = [_lost(buffer) for buffer in buffers]
     answers = [each for each in found if isinstance(each, Tensor)]

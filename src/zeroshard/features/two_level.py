@@ -1,8 +1,8 @@
-"""Gathers by two levels: parts of a shard come together between hosts, and then shards inside each host.
+"""Gathers in two levels: parts of a shard come together between hosts, and then shards inside each host.
 
-The second level takes what the first one brings. In a device's queue a stream of its own waits for that. Elsewhere the
-program does: all ranks launch second levels in the order of the first ones, and before anything later in the group of
-gathers, so that this group has one order on all ranks.
+The second level needs what the first one brings. On a device that queues collectives, a separate stream waits for that.
+Elsewhere the program waits: all ranks launch second levels in the order of the first ones, and before anything later in
+the group of gathers, so that this group has one order on all ranks.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ BETWEEN_HOSTS = "between hosts"  # a stream of the device
 
 
 class Levels:
-    """The second levels that wait for their first ones, of one group of gathers."""
+    """The second levels, of one group of gathers, that are not launched yet."""
 
     def __init__(self) -> None:
         self.waiting: deque[Later] = deque()
         self._settling = False
 
     def settle(self, last: Later | None = None) -> None:
-        """Launch all that wait, or those up to `last`, in their order. Each launch asks for it again, for nothing."""
+        """Launch all that wait, or those up to `last`, in order. Each launch calls this again, without effect."""
         if self._settling:
             return
         self._settling = True
@@ -51,7 +51,7 @@ class Later(Work):
     """A gather's two levels: the first under way, the second launched after it."""
 
     def __init__(self, first: Work, launch: Callable[[], Work], levels: Levels | None = None) -> None:
-        """levels: launch it later, among these; else the second level has been made to come after the first."""
+        """levels: the second level is launched later, among these; None: at once, to come after the first."""
         super().__init__()
         self._first, self._launch, self._levels = first, launch, levels
         self._second = None if levels is not None else launch()
@@ -64,7 +64,7 @@ class Later(Work):
         self._second, self.waits = self._launch(), False
 
     def done(self) -> bool:
-        # It is not launched from here: some ranks would ask, and others would never come to it.
+        # The second level is not launched here: some ranks would ask, and others would never launch it.
         return not self.waits and (self._second is None or self._second.done())
 
     def wait(self) -> None:
@@ -93,7 +93,7 @@ class TwoLevelFeature(Feature):
 
 
 def _gather(levels: Levels | None, team: Team, full: Tensor, bucket: Bucket, state: str) -> Work:
-    """Gather a bucket in place of whose shards each rank has a part; `full` has this rank's."""
+    """Gather, in place, a bucket of whose shards each rank has a part; `full` holds this rank's part."""
     first = team.column.share(full[slice(*bucket.shard(team.position))], bucket, state, gathers=True)
 
     def launch() -> Work:

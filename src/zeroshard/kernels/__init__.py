@@ -1,1 +1,1 @@
-"""Arithmetic as kernels of its own for devices, compared with the functions that they stand in for."""
+"""Device kernels of our own for arithmetic, compared with the functions that they replace."""

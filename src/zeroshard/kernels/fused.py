@@ -1,7 +1,7 @@
-"""Kernels that do in a launch or two what a sum, a norm or a format takes many of torch's operations for.
+"""Kernels that do a sum, a norm or a format in one or two launches instead of many of torch's operations.
 
-Their text is `fused.cu`, and features have texts of their own. A kernel stands in for its twin
-(`arithmetic/stand_ins.py`) only on a device on which both have had the same bits: for numbers of all magnitudes,
+Their source is `fused.cu`; features have sources of their own. A kernel replaces its twin
+(`arithmetic/stand_ins.py`) only on a device on which both gave the same bits, for numbers of all magnitudes,
 subnormals, infinities and NaN. Kernels are compiled and compared when the first model is sharded, before messages are
 under way. One that differs is not used, and the log says so.
 
@@ -59,7 +59,7 @@ class SumKernels(Kernels):
     twins = (fold, block_sums, add_to_bins)
 
     def fold(self, total: Tensor, pieces: Sequence[Any], *, start: Tensor | None, times: int = 1, over: int = 1) -> Any:
-        """pieces: tensors, or what has its bytes in `raw` and says by `kernel_word` how they are read."""
+        """pieces: tensors, or objects with their bytes in `raw` and, in `kernel_word`, how to read them."""
         words = {getattr(each, "kernel_word", None) or WORDS.get(each.dtype, "") for each in pieces}
         read = [getattr(each, "raw", each) for each in pieces]
         rounds = [read[at : at + _MOST] for at in range(0, len(read), _MOST)]
@@ -129,7 +129,7 @@ def _binned(device: torch.device, call: Function) -> list[Tensor]:
 
 
 def _equal(got: Tensor, want: Tensor) -> bool:
-    """Compare bit by bit; a NaN has the bits of another one."""
+    """Compare bit by bit; all NaNs count as equal."""
     if got.is_floating_point():
         got, want = (torch.where(each.isnan(), torch.nan, each) for each in (got, want))
     return same_bits(got, want)
@@ -162,7 +162,7 @@ class Fused:
         found = self.stand_ins[twin.__name__](*args, **kwargs)
         if found is not DECLINED:
             return found
-        assert self.refused, twin.__name__  # it takes another one, which was refused
+        assert self.refused, twin.__name__  # it needs another kernel, which was refused
         return twin(*args, **kwargs)
 
 

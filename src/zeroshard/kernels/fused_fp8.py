@@ -48,13 +48,13 @@ class Eighths(Kernels):
         step = chunk(raw)
         for at in range(0, raw.numel(), step):
             part = raw[at : at + step]
-            part = part.clone() if inside else part  # it may lie where its numbers are written
+            part = part.clone() if inside else part  # the bytes may lie where numbers are written
             self.run(name, part.numel(), values[at : at + step], part, scales, at, part.numel(), *_numbers(tiles))
         return None
 
     @staticmethod
     def _fits(tiles: fp8.TileGrid) -> bool:
-        return tiles.rows * tiles.columns < LIMIT  # places in the tensor, of which this rank may have a part
+        return tiles.rows * tiles.columns < LIMIT  # counts the whole tensor, of which this rank may have a part
 
     @staticmethod
     def cases(device: torch.device) -> Iterator[Case]:
@@ -76,7 +76,7 @@ def _eighths(
 ) -> list[Tensor]:
     """Take the magnitudes of a part of a tensor, round it to 8 bits, or read all of it.
 
-    spoiled: a tile has a number that is none, so that all of it is none.
+    spoiled: numbers include NaN and infinity, whose tiles read as NaN.
     """
     tiles, numel = fp8.grid((_ROWS, _COLUMNS), scaling), _ROWS * _COLUMNS
     part, values = slice(77, 77 + 46 * 1024 + 9), numbers(numel, device, 5)  # its last warp has nine elements
@@ -88,7 +88,7 @@ def _eighths(
     raw = torch.zeros(numel, dtype=fp8.BYTE, device=device)
     if what == "quantise_":
         call(raw[part], values[part], scales, tiles, 77)
-        return [torch.where(raw & 0x7F == 0x7F, 0x7F, raw)]  # NaN has two
+        return [torch.where(raw & 0x7F == 0x7F, 0x7F, raw)]  # NaN has 2 codes
     raw.copy_(torch.arange(numel, device=device).remainder_(256))
     memory = torch.zeros(numel, dtype=dtype, device=device)
     memory.view(fp8.BYTE)[-numel:].copy_(raw)  # the bytes rest at the end of what is read

@@ -39,7 +39,7 @@ class CodeKernels(Kernels):
             if word in dtypes:
                 return numbers(COUNT, device, seed).to(dtypes[word])
             (rows,) = _coded(device, seed, unwrap(int8.encode_blocks))
-            rows[BLOCK // 4, 5] = 0x80  # which is no code beside a scale that is positive, and read as any other
+            rows[BLOCK // 4, 5] = 0x80  # no valid code beside a positive scale, but read like any other
             return int8.Coded(rows.view(-1))
 
         yield Case(["encode_"], int8.encode_blocks, partial(_coded, device, 7))

@@ -23,7 +23,7 @@ Function = Callable[..., Any]
 
 
 class Case(NamedTuple):
-    """kernels: those that a call launches. twin: what they stand in for. made: what the call writes or returns."""
+    """kernels: those that a call launches. twin: what they stand in for. made: runs a function, returns its results."""
 
     kernels: list[str]
     twin: Function
@@ -31,15 +31,15 @@ class Case(NamedTuple):
 
 
 class Kernels:
-    """The kernels of one text. A method of a twin's name takes its arguments, and answers DECLINED to some."""
+    """The kernels of one source. A method named like a twin takes the twin's arguments, and may return DECLINED."""
 
     text = ""  # the file of their text, in this folder
-    lines: Sequence[str] = ()  # of macros that define some
+    lines: Sequence[str] = ()  # macros that define some
     names: Sequence[str] = ()
     twins: Sequence[Function] = ()
 
     def __init__(self, launch: Launcher, usable: set[str]) -> None:
-        """launch: by a kernel's name, the number of its threads, its arguments, and how many of these it writes.
+        """launch: takes a kernel's name, its number of threads, its arguments, and how many of these it writes.
 
         usable: the names of kernels, of all texts, that were compiled and have not been refused.
         """
@@ -65,7 +65,7 @@ class Kernels:
 
 
 def fold_name(total: str, start: str, piece: str) -> str:
-    """Return the name of the kernel of a sum, by the words for its dtype, that of its start and of contributions."""
+    """Return the name of a sum's kernel, from the words for the dtypes of the sum, its start and its contributions."""
     return f"fold_{total}_{start}_{piece}"
 
 
@@ -73,7 +73,7 @@ def fold_line(total: str, start: str, piece: str) -> str:
     return f"FOLD({fold_name(total, start, piece)}, {total}, {start}, {piece})"
 
 
-# 16 bits are summed in fp32: of more contributions than one launch adds, the first sum is in fp32.
+# 16-bit numbers are summed in fp32: if contributions take several launches, the first sums are in fp32.
 STARTS = [("float", "float"), *((low, at) for low in ("bf16", "fp16") for at in (low, "float"))]
 STARTS += [("float", "bf16"), ("float", "fp16")]
 FOLDS = [(total, start, piece) for total, start in STARTS for piece in ("float", "bf16", "fp16")]
@@ -81,9 +81,9 @@ FOLDS += [("double", "double", "double")]
 
 
 def fold_cases(folds: Sequence[tuple[str, str, str]], made: Callable[[str, int], Any]) -> Iterator[Case]:
-    """Yield calls of these sums. made: numbers of a dtype's word, by a seed."""
+    """Yield calls of these sums. made: makes numbers, from a dtype's word and a seed."""
     for how in ((1, False, 1, 1), (3, False, 1, 3), (2, True, 4, 4), (11, True, 3, 6), (10, False, 1, 5)):
-        for kinds in folds:  # the last two by two kernels each
+        for kinds in folds:  # the last two take two launches
             yield Case([fold_name(*kinds)], fold, partial(_folded, kinds, how, made))
 
 
@@ -92,7 +92,7 @@ def _folded(kinds: tuple[str, str, str], how: tuple[int, bool, int, int], made: 
     total, start = made(kinds[0], 0), made(kinds[1], 1)
     sent = [made(kinds[2], 2 + number) for number in range(pieces)]
     if begun and kinds[0] == kinds[1]:
-        start = total  # as a sum that goes on where it rests
+        start = total  # like a sum that continues where it rests
     if not begun and kinds[0] == kinds[2]:
         sent[-1] = total  # as a contribution that lies where the sum will
     call(total, sent, start=start if begun else None, times=times, over=over)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def launch_once(like: Tensor, sent: torch.dtype, master: torch.dtype, ranks: int, order: float = 2.0) -> None:
     """Launch each kernel that sums, averages and norms are made of once, on a few numbers.
 
-    like: of the device, in a sum's dtype. CUDA loads a kernel when it is first launched, and may wait there for all
-    that the device has: in a backward that may be a message, whose sender waits for this host.
+    like: of the device, in a sum's dtype. CUDA loads a kernel at its first launch, and may then wait for all that
+    is queued on the device: in a backward this may include a message whose sender waits for this host.
     """
     total, pieces = like.new_zeros(2 * BLOCK), [like.new_zeros(2 * BLOCK, dtype=sent)] * 2
     running = like.new_zeros(2 * BLOCK, dtype=running_dtype(like.dtype))

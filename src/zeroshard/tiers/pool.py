@@ -1,8 +1,9 @@
-"""Memory on the CPU: of a moment, for gathered buckets and what is sent, kept from step to step; and zeros that stay.
+"""Memory on the CPU: short-lived, for gathered buckets and messages, kept from step to step; and zeros that stay.
 
-Blocks are mapped by themselves and not asked of malloc. glibc up to 2.37 cannot give a freed aligned block out again
+Each block is mapped by itself and does not come from malloc. glibc up to 2.37 cannot use a freed aligned block again
 for the same size (it looks for a few bytes more, to align what it finds), so buckets that come and go make its heap
-grow with every step; and what malloc returns to the kernel is faulted in again at a tenth of the speed of warm memory.
+grow with every step; and memory that malloc returns to the kernel is faulted in again at a tenth of the speed of warm
+memory.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Pool:
         return tensor
 
     def give_back(self, tensor: Tensor) -> None:
-        """Take back a tensor's memory, which no code uses any more. Until then it stays, tensor or not."""
+        """Take back a tensor's memory, which no code uses any more. Until then the pool keeps it, even without the
+        tensor."""
         block = self._used.pop(tensor.data_ptr(), None)
         if block is not None:
             self._idle.append(block)

@@ -40,9 +40,9 @@ class Rest:
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
-        """Bring `tensor` to memory for the block; afterwards what was `changed` in it is kept. May nest.
+        """Bring `tensor` to memory for the block; if `changed`, keep its changes afterwards. May nest.
 
-        fresh: all of it will be written, so what rests need not be brought.
+        fresh: all of it will be written, so its old content need not be brought.
         """
         yield self.tensor
 
@@ -59,9 +59,9 @@ class Rest:
         """Begin to put back what was changed, because it will not be used soon."""
 
     def take(self, start: int, values: Tensor, *, fresh: bool) -> DeviceEvent:
-        """Replace elements from `start` on by values of the device, which must stay what they are until that event.
+        """Replace elements from `start` on by values of the device. Do not change those before the returned event.
 
-        fresh: these are all that counts of it.
+        fresh: no other elements of this rest count.
         """
         with self.here(fresh=fresh) as tensor:
             tensor[start : start + values.numel()].copy_(values)
@@ -73,11 +73,11 @@ class Rest:
             to.copy_(tensor[start : start + to.numel()])
 
     def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> DeviceEvent:
-        """`take` values from several places on. All that counts of it is in them."""
+        """`take` several runs of (start, values). No other elements of this rest count."""
         return [self.take(start, values, fresh=True) for start, values in parts][-1]
 
     def give_each(self, parts: Sequence[tuple[int, Tensor]]) -> None:
-        """`give` from several places on."""
+        """`give` several runs of (start, to)."""
         for start, to in parts:
             self.give(start, to)
 
@@ -86,7 +86,7 @@ class Rest:
         return team.gather(self.tensor, bucket, state)
 
     def forget(self) -> None:
-        """Drop changes in memory without keeping them: what rests counts."""
+        """Drop changes in memory without writing them back: the content at rest counts."""
 
     def clear(self) -> None:
         """Take note that its content does not count any more."""
@@ -97,17 +97,17 @@ class Rest:
 
 
 class OnDevice(Rest):
-    """In the memory that the device computes with."""
+    """A rest in the memory that the device computes with."""
 
     on_device = True
 
 
 class Pinned(Rest):
-    """In host memory that a device copies to and from behind the program: `here` waits until that is through."""
+    """A rest in host memory, with which a device copies asynchronously: `here` waits until the copies are through."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
-        self._written = self._read = DeviceEvent()  # until when the device writes here, and reads
+        self._written = self._read = DeviceEvent()  # the ends of the device's last write here, and last read
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
@@ -117,7 +117,7 @@ class Pinned(Rest):
         yield self.tensor
 
     def take(self, start: int, values: Tensor, *, fresh: bool) -> DeviceEvent:
-        self._read.wait()  # what was taken before comes in the same stream
+        self._read.wait()  # earlier takes need no wait: they are in the same stream
         self._written = sent(self.tensor[start : start + values.numel()], values)
         return self._written
 
@@ -178,8 +178,8 @@ class Tier(Protocol):
     name: str
     on_device: bool = False  # does what rests here lie in memory that the device computes with?
     on_demand: bool = False  # does what rests here lie in memory only while it is used?
-    meets: bool = False  # must no rank go on from a step that writes here until all have written?
-    device: torch.device  # of the tensors that rests here are, while they are in memory
+    meets: bool = False  # after a step that writes here, must each rank wait until all have written?
+    device: torch.device  # where the tensors of this tier's rests are, while in memory
     ledger: Ledger
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
@@ -187,7 +187,7 @@ class Tier(Protocol):
         ...
 
     def give_up(self, state: str, rests: Sequence[Rest]) -> None:
-        """Give back the room of some of what rests here."""
+        """Give back the room of some of this tier's rests."""
         raise AssertionError(f"{state} stays where it is, {self.name}")
 
     @contextlib.contextmanager
@@ -200,14 +200,14 @@ class Tier(Protocol):
 def keep_freed_memory() -> None:
     """Have malloc keep what is freed for the next step, up to 256 MiB: see docs/decisions/freed-memory.md.
 
-    Only glibc's, and not where the environment says what malloc is to do.
+    It does so for glibc's malloc only, and not if the environment configures malloc.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD in malloc.h
     with contextlib.suppress(AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(mmap_threshold, 32 << 20)  # the most it takes; more than any bucket on the CPU
+        libc.mallopt(mmap_threshold, 32 << 20)  # the most that mallopt takes; more than any CPU bucket
         libc.mallopt(trim_threshold, 256 << 20)
 
 
@@ -254,14 +254,14 @@ class DeviceTier(Tier, Memory[Tensor]):
         return OnDevice(self.reserve(state, numel, dtype))
 
     def send(self, to: Tensor, values: Tensor) -> None:
-        """Fill `to`, of the device, with values of the host, in the order of the current stream. They are cast on the
-        host: then the fewer bytes travel."""
+        """Fill `to`, of the device, with values of the host, in the order of the current stream. The values are cast on
+        the host, so that the smaller number of bytes is copied."""
         through = sent(to, self._piece(to.numel(), to.dtype).copy_(values))
         through.wait()
         self._pieces[-1] = self._pieces[-1][0], through
 
     def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Wait for values of the device. They stay on the host until the next but one is fetched."""
+        """Copy values of the device to the host, and wait. The copy is valid until the next fetch but one."""
         piece = self._piece(values.numel(), dtype)
         sent(piece, values.to(dtype)).finish()
         return piece
@@ -292,7 +292,7 @@ class HostTier(Tier):
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         nbytes = numel * dtype.itemsize
-        if not asynchronous(self.compute):  # which is host memory already
+        if not asynchronous(self.compute):  # its memory is the host's already
             rest = Rest(torch.zeros(numel, dtype=dtype, device="cpu"))
         else:
             rest = Pinned(pages(nbytes, self.compute)[:nbytes].view(dtype))

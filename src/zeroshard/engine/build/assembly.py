@@ -72,7 +72,7 @@ class Assembly:
     precision: Precision
     offload: Offload
     group: Group
-    mesh: Any = None  # over whose axis tensor parallelism has cut parameters
+    mesh: Any = None  # of the axis along which tensor parallelism has cut parameters
     asked: Settings = field(default_factory=Settings)
     layout: Layout = field(init=False)
     comm: Comm = field(init=False)
@@ -89,7 +89,7 @@ class Assembly:
     givers: dict[str, int | None] = field(default_factory=dict)  # see `preflight.givers`
     native: bool = False  # does the backend add up gradients?
     own_buffers: bool = False  # does each rank keep buffers of its own?
-    told: bool = False  # have all ranks been told of what is raised now?
+    told: bool = False  # do all ranks know of an exception that is raised now?
 
     def __post_init__(self) -> None:
         self.placements = placements(self.stage, **self.asked.placed)
@@ -219,7 +219,7 @@ class Assembly:
             state = torch.get_rng_state()
             self.group.broadcast(state)
             torch.set_rng_state(state)
-        # A parameter belongs to the unit that registers it first, so units in order never meet one half-built.
+        # A parameter belongs to the unit that registers it first: built in order, no unit meets a half-built parameter.
         for unit in self.units:
             flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
             materialise(modules[unit.index], self.group.device, initialise, memory, fresh)
@@ -245,7 +245,7 @@ class Assembly:
                 self.buffers.append(buffer)
         self.buffers.sort(key=lambda buffer: buffer.bucket.index)
         gathered = [buffer.gathered for buffer in self.buffers]
-        frozen = gc.get_freeze_count()  # once: it walks them all
+        frozen = gc.get_freeze_count()  # once: it walks all objects
         for each in gathered:
             each.of_model, each.frozen = gathered, frozen
 
@@ -254,7 +254,7 @@ class Assembly:
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return flat storage by bucket, and each parameter's part of it by the parameter's id.
 
-        Parameters on meta come to life where they will lie, so that a unit does not take its memory twice.
+        Parameters on meta are materialised where they will lie, so that a unit does not take its memory twice.
         """
         flats: dict[int, Tensor] = {}
         memory: dict[int, Tensor] = {}
@@ -269,11 +269,11 @@ class Assembly:
     def _place_buffers(self, module: nn.Module, before: Before, given: dict[int, int], lacking: set[int]) -> None:
         """Move a module's buffers to the device, and send those of rank 0 to all ranks.
 
-        With `Layout(buffers="local")` each rank keeps its own, and only where a rank had a buffer on meta it gets that
-        of another one. given: by the buffer's id, which rank sends it, if not rank 0. lacking: the ids of the buffers
-        that were on meta on this rank.
+        With `Layout(buffers="local")` each rank keeps its own buffers; only a buffer that was on meta on a rank gets
+        its values from another rank. given: by a buffer's id, the rank that sends it, if not rank 0. lacking: the ids
+        of the buffers that were on meta on this rank.
         """
-        for name, tensor in sorted(module._buffers.items()):  # where ranks have others, these are in one order
+        for name, tensor in sorted(module._buffers.items()):  # ranks may have other buffers, but send in one order
             if tensor is not None:
                 giver, own = given.get(id(tensor), 0), self.own_buffers and id(tensor) not in lacking
                 sends = not self.own_buffers or id(tensor) in given

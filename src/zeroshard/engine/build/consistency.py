@@ -81,15 +81,15 @@ class Alike:
             return [
                 record.param._version - buffer.generation
                 if (place := record.param.__dict__.get("_zeroshard")) and (buffer := place.buffer).resident
-                else 0  # also of one that was swapped: `Structure` names it
+                else 0  # 0 also for a parameter that was swapped: `Structure` names it
                 for record in self._managed
             ]
 
     def send_buffers(self) -> None:
         """Send the source rank's buffers to all. Equal ones are not written, so autograd's versions stay.
 
-        All are sent each time: versions do not show writes by a batch norm or through `.data`, and only the CPU can be
-        asked for bits. A device does it all in its queue.
+        All are sent each time: version counters do not show writes by a batch norm or through `.data`, and only on the
+        CPU can bits be compared without a wait. A device does all of it in its queue.
         """
         sending, self._sending = self._sending, {}
         if not sending:
@@ -104,7 +104,7 @@ class Alike:
                 write_bytes(tensor, theirs)
 
     def differ(self, units: list[Unit], *, asked: bool) -> bool:
-        """Tell if ranks differ in their weights as they leave gathered(). asked: else False, one rank's count."""
+        """Tell if ranks' weights differ as they leave gathered(). asked: if not, return False: one rank's count."""
         found = [weights_digest(units, on_axis=each) if asked else 0 for each in (False, True)]
         told = self._group.poll(LEAVING, len(units), *found)
         teams = self._group.axis_team.seat.teams() if len(told) > 1 else []
@@ -119,7 +119,7 @@ def _words(changed: dict[str, Any]) -> str:
 def weights_digest(units: list[Unit], *, on_axis: bool) -> int:
     """Digest the units' gathered weights: those of buckets that all ranks share, or of buckets along an axis."""
     buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.axis) == on_axis]
-    # On another device there is no fingerprint, and ranks that differ would look alike.
+    # Of a copy on the CPU: a device gives no fingerprint, and ranks that differ would look alike.
     found = [fingerprint(ask(buffer.full)) for buffer in buffers]
     return zlib.crc32(repr(found).encode())
 

@@ -33,7 +33,7 @@ log = logging.getLogger("zeroshard")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what would reduce the gradients a second time."""
+    """Refuse wrappers that would reduce the gradients a second time."""
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model itself"
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -120,7 +120,7 @@ def check_trained(name: str, dtype: torch.dtype) -> None:
 
 
 def dispatches(tensor: Tensor) -> bool:
-    """Tell if a tensor's class answers torch's operations by itself: then its numbers are elsewhere, in any form."""
+    """Tell if a tensor's class has its own `__torch_dispatch__`: then its numbers lie elsewhere, in any form."""
     own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
     return own and not simulated(tensor)
 
@@ -202,7 +202,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuse, by name, buffers of a kind whose content cannot be told."""
+    """Refuse, by name, buffers of a kind whose content can neither be sent nor compared."""
     for name, tensor in model.named_buffers():
         if not isinstance(tensor, nn.parameter.UninitializedBuffer) and parts(tensor) is None:
             raise UserError(
@@ -278,10 +278,10 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
         )
 
 
-ABSENT = "on meta"  # among a rank's facts: the parameters and buffers of which it has no values
-OWN = "budgets"  # among them what this rank's machine has, where `Offload` is chosen
+ABSENT = "on meta"  # a key of a rank's facts: the parameters and buffers that it has no values of
+OWN = "budgets"  # another key: the budgets of this rank's machine, where `shard` chooses the `Offload`
 _LOCAL = 'Layout(buffers="local") for buffers that are each rank\'s own; else the same one on every rank'
-LOCAL = "own buffers"  # among them the kinds of buffers that are each rank's own: they may differ
+LOCAL = "own buffers"  # another key: the kinds of buffers that are each rank's own, which may differ
 
 
 def describe(
@@ -338,7 +338,7 @@ def describe(
 
 
 def _anywhere(offload: Offload) -> Offload:
-    """Return what of it must be equal on all ranks: each has a disk and memory of its own."""
+    """Return the settings that must be equal on all ranks, which have disks and memory of their own."""
     path = None if offload.path is None else ""
     return dataclasses.replace(offload, path=path, gpu_mem=None, host_mem=None, disk=None)
 

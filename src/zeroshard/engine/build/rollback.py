@@ -1,10 +1,11 @@
-"""A model and its optimizers as they were before `shard`, which leaves them so if it cannot be completed.
+"""A record of a model and its optimizers before `shard`, which restores them if it cannot be completed.
 
-Everything is noted at the start, whatever will be changed: the tables and attributes of every module and optimizer, the
-groups and states, and of every parameter its class, hooks and data. So nothing here knows what assembling does.
+Everything is noted at the start, whether or not it will be changed: the tables and attributes of every module and
+optimizer, the groups and states, and the class, hooks and data of every parameter. So nothing here depends on what
+assembling does.
 
-The old data are held until all is done, unless a replicated copy of the same bits takes their place: then a parameter
-gets back the copy, so that a model does not take its memory twice.
+The old data are held until sharding is done, unless a replicated copy with the same bits takes their place. Then
+`restore` gives the parameter the copy's values, so that a model does not take its memory twice.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Before:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         modules = list(model.modules())
         self._fields = [_Fields(each.__dict__) for each in (*modules, *optimizers)]
-        self._recurrent: list[Any] = []  # those that come to life: nothing with a weak reference can be swapped
+        self._recurrent: list[Any] = []  # RNNs with meta parameters: a tensor with a weak reference cannot be swapped
         for module, fields in zip(modules, self._fields, strict=False):
             if isinstance(module, nn.RNNBase) and any(param.is_meta for param in module.parameters()):
                 self._recurrent.append(module)
@@ -107,11 +108,11 @@ class Before:
         self._written.append((tensor, tensor.clone()))
 
     def replaced(self, param: nn.Parameter) -> None:
-        """Let go of a parameter's old data if it lies elsewhere now, with the same bits.
+        """Drop a parameter's old data if the parameter lies elsewhere now, with the same bits.
 
-        On another device they are held: there they are no second copy, and to compare would bring the new ones back.
+        Old data on another device are held: they are no second copy there, and to compare would copy the new data back.
         """
-        leaf = self._leaves.get(id(param))  # none of one that stands in for a DTensor
+        leaf = self._leaves.get(id(param))  # None for a parameter that stands in for a DTensor
         if leaf is None or (data := leaf.data) is None or data.device != param.device or data.dtype != param.dtype:
             return
         if same_bits(data, param.data):
@@ -119,7 +120,7 @@ class Before:
 
     @torch.no_grad()
     def restore(self, error: BaseException) -> None:
-        """Bring all of it back. error: ended the sharding."""
+        """Restore all that was noted. error: what ended the sharding."""
         if any(leaf.meta and not leaf.tensor.is_meta for leaf in self._leaves.values()):
             _let_go(error)
         with torch._C.DisableTorchFunctionSubclass():
@@ -139,7 +140,7 @@ class Before:
 
 
 def _let_go(error: BaseException) -> None:
-    """Drop the tensors of our own frames that an exception has left: one with a view elsewhere cannot be swapped."""
+    """Clear our own frames that an exception has left: a tensor of which they hold a view cannot be swapped."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename.startswith(_OURS):
             with contextlib.suppress(RuntimeError):  # it still runs

@@ -1,7 +1,8 @@
 """The optimizers that can be sharded, and how: facts per class, and refusals by name.
 
-An elementwise optimizer may be cut anywhere, one that works in blocks between them, one of whole tensors nowhere; and
-so the layout cuts what it updates. The class says which: `elementwise = True`, `block = 256` or `whole = True`.
+The parameters of an elementwise optimizer may be cut anywhere, those of one that works in blocks only between blocks,
+those of one of whole tensors nowhere; the layout cuts them so. The optimizer's class says which kind it is:
+`elementwise = True`, `block = 256` or `whole = True`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ _HOOKS = [f"_optimizer_{at}_hooks" for at in ("step_pre", "step_post", "state_di
 
 
 def check_named(optimizer: Any) -> None:
-    """Refuse states under names, beside those of parameters: nobody could tell which rank's count."""
+    """Refuse states whose keys are names and not parameters: nobody could tell which rank's states count."""
     check_states(optimizer, type(optimizer).__name__, held=False)
 
 
@@ -89,7 +90,7 @@ def _check_made(optimizer: Any) -> None:
 
 
 def _check_inside(optimizer: Any) -> None:
-    """Refuse an optimizer around another whose states it does not share: no checkpoint would hold these."""
+    """Refuse an optimizer that wraps another without sharing its states: no checkpoint would hold the inner states."""
     for name, value in vars(optimizer).items():
         many = isinstance(value, (dict, list, tuple))
         held = [*value.values()] if isinstance(value, dict) else value if many else [value]
@@ -106,7 +107,7 @@ def _check_inside(optimizer: Any) -> None:
 
 
 def _check_overrides(optimizer: Any) -> None:
-    """Refuse options of single parameters that bitsandbytes knows by their ids: its optimizer gets parts of these."""
+    """Refuse options that bitsandbytes keeps by parameters' ids: its optimizer gets parts, which have other ids."""
     manager = getattr(optimizer, "mng", None)
     if found := getattr(manager, "pid2config", None) or getattr(manager, "module_weight_config_triple", None):
         raise UserError(
@@ -117,7 +118,7 @@ def _check_overrides(optimizer: Any) -> None:
 
 
 def _check_tables(optimizer: Any, records: Mapping[int, Managed]) -> None:
-    """Refuse tables by parameter in an optimizer: its step gets parts of parameters, which the tables do not have.
+    """Refuse an optimizer's tables that are keyed by parameter: its step gets parts of parameters, which are no keys.
 
     records: of all parameters, by their id.
     """
@@ -137,9 +138,10 @@ def _check_tables(optimizer: Any, records: Mapping[int, Managed]) -> None:
 
 
 def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, replicated: bool) -> dict[str, int]:
-    """Return, by parameter, how many elements no cut may part, for `layout` and for its optimizer; or `WHOLE`.
+    """Return, by parameter, the length of the blocks that `layout` and its optimizer let no cut divide; or `WHOLE`.
 
-    replicated: each rank updates all of every parameter, so no optimizer minds a cut. Nor does one if nothing is cut.
+    replicated: each rank updates all of every parameter, so no optimizer limits the cuts. Nor does it if the layout
+    cuts no tensor.
     """
     shapes = {record.name: (record.names, tuple(record.param.shape)) for record in managed}
     stacks = stacked(shapes, layout)
@@ -157,7 +159,8 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
         for record in (records.get(id(param)) for param in updated(optimizer)):
             block = block_of(optimizer)
             if record is not None and block is not None and record.name not in stacks:
-                # Some keep other states of a tensor that is no multiple: of that, its parts must not be multiples.
+                # Some keep other states of a tensor that is no multiple of the block. It stays whole: its parts may be
+                # multiples.
                 needed = WHOLE if block and record.param.numel() % block else block
                 if block == WHOLE and found.get(record.name):
                     raise UserError(
@@ -171,7 +174,7 @@ def blocks(managed: list[Managed], optimizers: list[Any], layout: Layout, *, rep
 
 
 def _check_matrices(optimizer: Any, names: list[str], stacks: Container[str]) -> None:
-    """Refuse stacked matrices for an optimizer of blocks: it counts them from a tensor's start."""
+    """Refuse stacked matrices for an optimizer of blocks: it counts blocks from a tensor's start, not a matrix's."""
     found = [name for name in names if name in stacks]
     if found and (block_of(optimizer) or 1) > 1:
         raise UserError(
@@ -272,11 +275,11 @@ def check_optimizers(
 ) -> None:
     """Refuse optimizers of the wrong kind, parameters that are not the model's, and parameters held twice.
 
-    Whether an optimizer of unknown kind is refused depends on what may be cut, where a team has several ranks, and
-    never on where cuts happen to be: so no size of a model and no other number of ranks changes it.
+    If a team has several ranks, an optimizer of unknown kind is refused by what may be cut, never by where the cuts
+    happen to be: so neither the model's size nor another number of ranks changes the answer.
 
-    blocks: elements of each parameter that are not cut apart, where the layout or its optimizer says so. over: which
-    ranks their states are sharded over.
+    blocks: by parameter, the length of the blocks that are not cut, if the layout or its optimizer names one. over: the
+    ranks that the optimizers' states are sharded over.
     """
     replicated, spread = not over, over is Degree.ALL
     names = {id(record.param): record.name for record in managed}
@@ -343,7 +346,7 @@ def check_option(where: str, value: Any) -> None:
 
 
 def in_blocks(optimizer: Any, numel: int) -> bool:
-    """Tell if so many elements are whole blocks of an optimizer; also if its blocks are not known."""
+    """Tell if `numel` elements are whole blocks of an optimizer. True also if its block length is not known."""
     block = block_of(optimizer)
     return block is None or (block != WHOLE and numel % block == 0)
 
@@ -363,9 +366,9 @@ def check_parts(optimizer: Any, parted: list[str]) -> None:
 
 
 def check_optimizer(optimizer: Any, partition: Partition, undeclared: list[str], *, replicated: bool) -> None:
-    """Refuse, by name, an optimizer whose update of a fragment is not the fragment of its update.
+    """Refuse, by name, an optimizer that updates a fragment differently from that part of the whole tensor.
 
-    undeclared: of what it updates, what may be cut at this stage without a word of where a cut may be.
+    undeclared: the parameters that it updates and this stage may cut, if nobody has declared where a cut may be.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(

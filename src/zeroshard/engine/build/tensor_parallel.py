@@ -1,9 +1,10 @@
 """Sharding beside tensor parallelism: a plain parameter stands for this rank's part of each `DTensor`.
 
 `parallelize_module` makes parameters `DTensor`s: a rank holds a part of each, or a copy, along one axis of a mesh. A
-plain parameter of that memory takes its place in the module, under its name, and in the optimizer. All else here sees
-plain parameters. While the module's own forward runs the `DTensor` is there again, made of the parameter by torch,
-which gives the parameter its gradient: as the placements say, so that what every rank has a copy of gets the same one.
+plain parameter with the same memory replaces each of them in the module, under its name, and in the optimizer. The rest
+of zeroshard sees plain parameters. While the module's own forward runs, the `DTensor` is in place again: torch makes it
+of the plain parameter, and gives that its gradient as the placements say, so that all copies of a parameter get the
+same one.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ Placed = tuple[nn.Parameter, Callable[..., Any]]  # a parameter, and what makes 
 class TensorParallel:
     """cuts: by the id of each parameter that stands for a part of a tensor, the dimension on which that is cut."""
 
-    axis: str = ""  # of the data
+    axis: str = ""  # the data axis
     cuts: dict[int, int] = field(default_factory=dict)
     mesh: Any = None  # of the tensor axis
     made: Callable[[torch.Tensor, int], Any] | None = None  # makes the DTensor of a part, cut on a dimension
 
     def assembled(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Gather a tensor of which each tensor rank has a part, cut on dimension `dim`, on all of them.
+        """Gather a tensor on all ranks of the tensor axis, each of which has a part of it, cut on dimension `dim`.
 
-        On the mesh's device, and back to where the part is. By torch's own collective, as in forwards: a rank that is
-        lost meanwhile ends the others by the backend's time-out.
+        The gather runs on the mesh's device, and the result goes to the part's device. It is torch's own collective, as
+        in forwards: if a rank is lost meanwhile, the others end by the backend's time-out.
         """
         assert self.made is not None
         whole: torch.Tensor = self.made(part.detach().to(self.mesh.device_type).contiguous(), dim).full_tensor()
@@ -111,7 +112,7 @@ def check_tensors(model: nn.Module, mesh: Any, layout: Layout, comm: Comm) -> No
 def replace_dtensors(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: Any, axis: str
 ) -> TensorParallel:
-    """Put plain parameters in the place of all DTensors. `undo.Before` can put these back."""
+    """Put plain parameters in the place of all DTensors. `rollback.Before` can put the DTensors back."""
     local: dict[int, Placed] = {}
     found = TensorParallel(axis, mesh=mesh)
     for _, param in _named(model):
@@ -147,7 +148,7 @@ def _made(kind: Any, mesh: Any, shard: Callable[[int], Any], part: torch.Tensor,
 
 def _forward(forward: Callable[..., Any], module: nn.Module, mine: dict[str, Placed], *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward with its DTensors in place."""
-    # One that was put there for this call (`torch.func.functional_call`) stays.
+    # A tensor that was put in place for this call (`torch.func.functional_call`) stays.
     present = {key: placed for key, placed in mine.items() if module._parameters.get(key) is placed[0]}
     try:
         module._parameters.update({key: made(own) for key, (own, made) in present.items()})

@@ -1,11 +1,11 @@
 """Try an optimizer of a class that is not known, before anything is sharded: what it keeps, and whether it may be cut.
 
 A checkpoint has an optimizer's states of parameters and the options of its groups. A class of another package may keep
-more: a count of its steps as an attribute, a state that belongs to no parameter. A resumed run would then silently be
-another one. And a class that says `elementwise = True` may take a norm of the tensor, or decay what has two dimensions.
-A twin of the optimizer is stepped on small parameters, and shows what a step changes; another one on a half of each, in
-one dimension, as a rank has it. The last two of its steps have gradients that are very small and very large: a norm may
-count only above a threshold, or below one.
+more: a count of its steps as an attribute, a state that belongs to no parameter. A resumed run would then silently
+differ. And a class that says `elementwise = True` may take a norm of the tensor, or decay only tensors of two
+dimensions. So a twin of the optimizer is stepped on small parameters, which shows what a step changes. Another twin is
+stepped on half of each parameter, in one dimension, as a rank has it. A twin's last two steps have very small and very
+large gradients: a norm may count only above a threshold, or below one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ..step.optimizer_hooks import own_step
 
 log = logging.getLogger("zeroshard")
 
-_NOTES = {"bitsandbytes": ("initialized", "_cpu_paged_warned")}  # of these packages, which a resumed run makes anew
+_NOTES = {"bitsandbytes": ("initialized", "_cpu_paged_warned")}  # by package: attributes that a resumed run makes anew
 STEPS = 3  # of usual gradients, since some count to two before they act
-FAINT, LOUD = 1e-9, 1e6  # times as large as these, in two steps more
+FAINT, LOUD = 1e-9, 1e6  # factors on these gradients, in two more steps
 LARGEST = 4096  # elements of an attribute's tensor, or members of its list, that a twin gets a copy of
 SMALL = 8  # elements of a stand-in along each of its first two dimensions
 
@@ -92,7 +92,7 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
 def check_states(optimizer: Any, where: str, *, held: bool = True) -> None:
     """Refuse states that are no parameter's: a checkpoint has no place for them, and ranks may differ in them.
 
-    held: of a parameter of its own? One that was taken out of the groups may have left its state there.
+    held: must the groups hold each state's parameter? One that was taken out may have left its state there.
     """
     own = set(map(id, updated(optimizer)))
     for key, value in optimizer.state.items():
@@ -124,7 +124,7 @@ def _check_elements(twin: Any, where: str) -> None:
 
 
 class _Sends(TorchDispatchMode):
-    """Refuses collectives that are operations, as `torch.distributed._functional_collectives` calls them."""
+    """Refuses collectives that are dispatched operators, as those of `torch.distributed._functional_collectives`."""
 
     def __init__(self, where: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ def _draws(optimizer: torch.optim.Optimizer, twin: Any) -> bool:
 
 
 def _check_tensors(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> None:
-    """Refuse an update that is another one where the last tensor is updated without the others: each rank has others.
+    """Refuse an optimizer that updates the last tensor differently without the others: each rank has other tensors.
 
     twin: after its steps.
     """
@@ -182,7 +182,7 @@ def _check_without(optimizer: torch.optim.Optimizer, where: str) -> None:
 
 
 def _check_halves(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> None:
-    """Refuse an update that is another one where half of a tensor is updated by itself. twin: after its steps."""
+    """Refuse an optimizer that updates half of a tensor alone differently from the whole. twin: after its steps."""
     halves = _twin(optimizer, halves=True)
     assert halves is not None
     try:
@@ -204,7 +204,7 @@ def _check_halves(optimizer: torch.optim.Optimizer, twin: Any, where: str) -> No
 
 
 def _differ(whole: Any, other: Any) -> bool:
-    """Tell if parameters, as far as `other` has them, states of one number or options have other bits."""
+    """Tell if the bits of parameters (the elements that `other` has), one-number states or options differ."""
     if _options(whole) != _options(other):
         return True
     for a, b in zip(updated(whole), updated(other), strict=True):
@@ -239,8 +239,9 @@ def _twin(optimizer: torch.optim.Optimizer, *, halves: bool = False, last: bool 
 
 
 def _simple(value: Any, small: Mapping[int, Any]) -> bool:
-    """Tell if a copy of an attribute shares nothing with the program: numbers, text, small tensors, functions of a
-    module, and lists and dicts of these. By a model, an inner optimizer or a method the twin would step the run."""
+    """Tell if a copy of an attribute shares nothing with the program: numbers, text, small tensors, module-level
+    functions, and lists and dicts of these. Through a model, an inner optimizer or a method, the twin's step would
+    change the program's own run."""
     if id(value) in small or isinstance(value, (int, float, complex, str, bytes, type(None))):
         return True
     if isinstance(value, (torch.dtype, torch.device)):
@@ -257,8 +258,8 @@ def _simple(value: Any, small: Mapping[int, Any]) -> bool:
 def _small(param: Tensor, *, halves: bool) -> nn.Parameter:
     """Return a small parameter with a gradient, of as many dimensions; with `halves` its first half, in one dimension.
 
-    Whole or half, its elements fill the vectors of any processor, unless there is only one: a kernel may round those
-    that come after the last full vector otherwise, and that is no reason to refuse an optimizer.
+    Whole or half, it fills the vector registers of any processor, unless it has one element: a kernel may round the
+    elements after the last full vector differently, and that is no reason to refuse an optimizer.
     """
     shape = (SMALL, SMALL, *[1] * (param.dim() - 2)) if param.dim() > 1 else (SMALL * SMALL,) * param.dim()
     values = torch.linspace(-1.0, 1.0, SMALL * SMALL if shape else 1, device=param.device)
@@ -271,7 +272,7 @@ def _small(param: Tensor, *, halves: bool) -> nn.Parameter:
 
 
 def _step(twin: Any, seed: int = 0) -> None:
-    step = own_step(type(twin))  # hooks of all optimizers count the run's steps
+    step = own_step(type(twin))  # no hooks: those of all optimizers count the run's steps
     with uncompiled(), _seeded(seed, updated(twin)[0].device):
         for factor in (*[1.0] * STEPS, FAINT, LOUD):
             with torch.no_grad():
@@ -279,7 +280,7 @@ def _step(twin: Any, seed: int = 0) -> None:
                 for param, grad, _ in given:
                     param.grad = grad * _within(factor, grad.dtype)
             step(twin)
-            with torch.no_grad():  # another gradient, since some keep what changes between two of them
+            with torch.no_grad():  # another gradient, since some optimizers keep the change between two gradients
                 for param, grad, before in given:
                     param.grad = grad.mul_(-0.5).add_(before, alpha=0.25)
 

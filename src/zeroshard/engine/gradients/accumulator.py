@@ -4,7 +4,7 @@ After backward every rank holds its shard of each bucket's running sum (`Accumul
 the optimizer is sharded over all replicas, its part of the shard.
 
 The sum is divided by the number of ranks late, because (a / 3) * 3 is not a: reading divides a copy, only editing or
-stepping divides in place. Where nothing is lost by it (`divides_exactly`) it is divided whenever something has landed.
+stepping divides in place. Where the division loses no bits (`divides_exactly`), each sum is divided as it lands.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..weights.flat import Flat
 
 
 class Holds(enum.Enum):
-    """The content of the memory of a bucket's sum, of gradients since they were last cleared."""
+    """What the memory of a bucket's sum holds of the gradients added since they were last cleared."""
 
-    NOTHING = enum.auto()  # arbitrary numbers: none has been added
+    NOTHING = enum.auto()  # arbitrary numbers: no gradient was added yet
     SUM = enum.auto()
     AVERAGE = enum.auto()  # the sum divided by the number of ranks
     GATHERED = enum.auto()  # the average, of all ranks' shards (replicated optimizer state needs it)
@@ -51,7 +51,7 @@ class Accumulator:
     """The running sum of one bucket's gradients since they were last cleared: what this rank owns of it."""
 
     def __init__(self, buffer: Buffer, divisor: int) -> None:
-        """divisor: the number that the sum is divided by, of ranks unless something else says how many it adds up."""
+        """divisor: what the sum is divided by: the number of ranks, unless a feature sets another number of addends."""
         assert buffer.gradients is not None
         self.buffer = buffer
         self.bucket = buffer.bucket
@@ -59,9 +59,9 @@ class Accumulator:
         self.entries: list[Entry] = []  # of the bucket's parameters
         self.divisor = divisor
         self.holds = Holds.NOTHING
-        self.rounded = False  # does a sum that rests in a file stand for the average that a step took of it in memory?
-        self.aside: Tensor | None = None  # what this rank owns of `sum`, while a contribution lies where it was
-        self.blocks: Any = None  # its map from blocks to entries, once a norm was asked for: `norms.py`
+        self.rounded = False  # has a step divided the sum in memory, while its file still holds the undivided sum?
+        self.aside: Tensor | None = None  # a copy of what is owned of `sum`, while a contribution uses the memory
+        self.blocks: Any = None  # the map from blocks to entries, made when a norm is first asked for: `norms.py`
 
     def _move(self, holds: Holds) -> None:
         assert (self.holds, holds) in _LEGAL, f"{self.bucket.index}: {self.holds} -> {holds}"
@@ -83,19 +83,19 @@ class Accumulator:
         return self.sum.own if self.aside is None else self.aside
 
     def _elsewhere(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor | None:
-        """Take memory for what is owned, if that does not rest on the device."""
+        """Take memory for the owned elements; return None if the sum rests on the device."""
         first, last = self.buffer.owned
         return None if self.sum.on_device else take(last - first, self.sum.dtype)
 
     def landing(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        """Return where an average arrives that replaces what is owned: where that rests, if on the device."""
+        """Return memory for an average that replaces the owned elements: the sum's own, if that is on the device."""
         found = self._elsewhere(take)
         return self.sum.own if found is None else found
 
     def kept(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        """Return what is owned of the sum, undivided, on the device: where it rests, or in memory that `take` makes.
+        """Return the owned elements of the undivided sum, on the device: in the sum's memory, or in memory from `take`.
 
-        Whether it is an average is known to this rank alone: an edit of some parameters divides it where these are.
+        Only this rank knows if its sum is divided: an edit of some parameters divides it on the ranks that hold them.
         """
         found = self._elsewhere(take)
         if found is None:
@@ -124,7 +124,7 @@ class Accumulator:
                 self.fragment(index).zero_()
 
     def average(self, *, kept: bool = True) -> None:
-        """Turn the sum into the average, in place; one that is not to be `kept` ends with `forget_step`."""
+        """Turn the sum into the average, in place. If not `kept`, it is not written back: `forget_step` must follow."""
         if self.holds is Holds.SUM:
             with self.sum.here(changed=kept):
                 average_(self.sum.own, self.divisor)
@@ -135,15 +135,15 @@ class Accumulator:
         self._move(Holds.AVERAGE if averaged else Holds.SUM)
 
     def edit(self) -> None:
-        """Turn the sum into the average, which is about to change on this rank: no other knows it then."""
+        """Turn the sum into the average, because this rank is about to edit it: other ranks' copies become outdated."""
         self.average()
         if self.filled:
             self._move(Holds.AVERAGE)
 
     def forget_step(self, *, averaged: bool) -> None:
-        """Drop what a step made of the sum in memory, without writing it to its file: nothing else needs it.
+        """Drop a step's changes to the sum in memory, without writing them to its file: nothing else needs them.
 
-        averaged: does the average rest there, and not the sum that the step divided?
+        averaged: does the file hold the average, and not the undivided sum that the step divided?
         """
         self.sum.rest.forget()
         if self.filled:  # else an exception has ended the step, and all gradients were dropped
@@ -157,7 +157,7 @@ class Accumulator:
             return Work()
         self._move(Holds.GATHERED)
         work = self.sum.redistribute(kept=kept)
-        with self.sum.here(changed=False):  # whoever steps is inside already, from before it came
+        with self.sum.here(changed=False):  # waits for its copy: the step entered here() before the average came
             return work
 
     @property
@@ -180,7 +180,7 @@ class Accumulator:
         own.mul_(self.divisor)
 
     def set_aside(self, take: Callable[[int, torch.dtype], Tensor]) -> None:
-        """Copy what is owned of the sum to memory that `take` makes, so that its own may hold a contribution."""
+        """Copy the owned elements of the sum to memory from `take`, so that the sum's memory may hold contributions."""
         self.undo_average()
         self.aside = take(self.own.numel(), self.sum.dtype).copy_(self.own)
 

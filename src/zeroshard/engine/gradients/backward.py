@@ -47,23 +47,23 @@ class Backward(Transaction):
         *,
         releases: bool,
     ) -> None:
-        """meet: how the ranks agree that it begins. releases: are there units whose weights are gathered for it?"""
+        """meet: makes the ranks agree that a backward begins. releases: does it gather the weights of some units?"""
         self.units = units
         self.gradients = gradients
         self.reduction = reduction
         self.group = gradients.group
         self.ledger = gradients.group.ledger
         self.local = False  # inside no_sync()
-        self.was_local = False  # did one add up on this rank only, since weights were loaded?
+        self.was_local = False  # has a backward run under no_sync() since weights were loaded?
         self._script = script
         self._meet = meet
         self._releases = releases
-        self._task: int | None = None  # the graph task of the running one
+        self._task: int | None = None  # autograd's graph task of this backward
         self._ending: weakref.ref[Callable[[], None]] | None = None  # its callback, which only autograd holds
         self._own_segment = False  # did it begin a segment of gathers? (not inside a forward)
         self._recent: list[Unit] = []  # units gathered in it, oldest first
         self._at: tuple[Unit, Event | None] | None = None  # the unit that it is working on
-        self._hooked: dict[int, int] = {}  # by entry number, its hook's in the parameter's table
+        self._hooked: dict[int, int] = {}  # by entry number, our hook's id in the parameter's table of hooks
 
     @property
     def begun(self) -> bool:
@@ -76,7 +76,7 @@ class Backward(Transaction):
 
     @property
     def _callback(self) -> Callable[[], None] | None:
-        """The callback that ends the backward; None if autograd has dropped it, because an exception ended that."""
+        """The callback that ends the backward; None if autograd dropped it because an exception ended the backward."""
         return None if self._ending is None else self._ending()
 
     def hook_gradients(self) -> None:
@@ -87,7 +87,7 @@ class Backward(Transaction):
                 self._hooked[entry.number] = entry.param.register_post_accumulate_grad_hook(hook).id
 
     def _stay_last(self) -> None:
-        """Move our hooks behind those that the user registered since, which see the gradient before it is taken."""
+        """Move our hooks behind those that the user registered later: those see the gradient before we take it."""
         with torch._C.DisableTorchFunctionSubclass():
             for number, ours in self._hooked.items():
                 hooks = self.gradients.entries[number].param._post_accumulate_grad_hooks
@@ -96,7 +96,7 @@ class Backward(Transaction):
 
     @contextlib.contextmanager
     def holding_back(self) -> Iterator[None]:
-        """Let backwards inside add up on this rank only."""
+        """Let backwards inside add up gradients on this rank only."""
         before, self.local = self.local, True
         try:
             yield
@@ -158,7 +158,7 @@ class Backward(Transaction):
             self._at = (unit, self.ledger.note("backward", unit=unit.name)) if unit is not None and running else None
 
     def _after_accumulation(self, number: int, param: nn.Parameter) -> None:
-        """Reduce a parameter's gradient, which is complete for this graph at least."""
+        """Reduce a parameter's gradient. It is complete, unless another (nested) backward adds to it."""
         self.group.hear_crossed()
         aside = None
         if not self.begun or self._callback is None:
@@ -196,7 +196,7 @@ class Backward(Transaction):
 
             handles.append(node.register_hook(again))
             return
-        # After an exception in here it has still begun.
+        # After an exception below, the backward is still begun.
         received = self.reduction.received()
         usual = received.count(1) == len(received)
         if self._own_segment:
@@ -216,7 +216,7 @@ class Backward(Transaction):
         return self.begun and backward_is_running()
 
     def left(self) -> bool:
-        # Not by its call alone: on a device its hooks run on a thread of autograd's, below no call of backward.
+        # The call alone does not tell: on a device, hooks run on a thread of autograd's, which has no call of backward.
         return self.begun and self._callback is None and super().left()
 
     def abandon(self) -> None:
@@ -226,7 +226,7 @@ class Backward(Transaction):
             self._work_on(None)
             self.ledger.end("backward")
             for unit in self.units:
-                unit.calls.clear()  # the forwards of a step that is tried again are its own
+                unit.calls.clear()  # a step that is tried again counts its own forwards
 
     def _release_all(self) -> None:
         self._recent.clear()

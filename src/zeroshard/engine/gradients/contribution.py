@@ -54,7 +54,7 @@ class Division:
         self.sources = sources
 
     def forget(self, param: Any) -> None:
-        """Forget a parameter's gradient in a backward that is over."""
+        """Forget what is left of a parameter's gradient from an earlier backward."""
 
     def parts(self, param: Any, grad: Tensor) -> Sequence[Tensor]:
         """Return each source's part of a parameter's gradient."""
@@ -78,8 +78,8 @@ class Contribution:
         self.received: dict[int, int] = {}  # slot index -> gradients received
         self.missing: set[int] = set()  # slot indices that it waits for
         self.all_wanted = True  # does every parameter want a gradient?
-        self.hold = False  # may receive again: wait for the end
-        self.most: int | None = None  # gradients that a slot received in the last backward; None before the first
+        self.hold = False  # more gradients may come: send it at the end
+        self.most: int | None = None  # the most gradients of one slot in the last backward; None before the first
 
     @property
     def entries(self) -> list[Entry]:
@@ -138,7 +138,7 @@ class Contribution:
 
     @property
     def unsent(self) -> bool:
-        """True if it holds gradients of backwards under no_sync, which the next one's travel with."""
+        """True if it holds gradients of backwards under no_sync, to be sent together with the next backward's."""
         return self.local and not self.launched
 
     @property
@@ -172,7 +172,7 @@ class Contribution:
 
 
 def check_dense(grad: Tensor, name: str) -> None:
-    """Refuse a gradient that has no place for every element."""
+    """Refuse a gradient that is not dense (`torch.strided`)."""
     if grad.layout is not torch.strided:
         raise StateError(
             "sparse gradients cannot be sharded",
@@ -184,7 +184,7 @@ def check_dense(grad: Tensor, name: str) -> None:
 
 
 def second_gradient(names: list[str], first: str, or_else: str) -> StateError:
-    """Make the error for a gradient that came after its bucket's sum was complete. first: what was done with that."""
+    """Make the error for a gradient that came after its bucket was sent. first: what was done with the first one."""
     return StateError(
         f"a parameter received a second gradient from a re-entrant checkpoint after its first was {first}",
         where=f"parameters {names}",

@@ -1,4 +1,4 @@
-"""The questions of a `GradScaler`: gradients unscaled, with one verdict for all ranks."""
+"""What a `GradScaler` asks for: unscaled gradients, and one overflow verdict for all ranks."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ unscale_ = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_
 def unscale(book: Gradients, grads: Sequence[Any], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscale a list of sharded gradients.
 
-    A scaler calls once per dtype that it sees, which differs over the ranks: so the first call with a new `found_inf`
-    settles the verdict for everything that the optimizer updates.
+    A scaler calls once per dtype that it sees, and ranks may see different dtypes. So the first call with a new
+    `found_inf` settles the verdict for all parameters that the optimizer updates.
     """
     if found_inf is not book.judged:
         with book.asking():
@@ -38,7 +38,7 @@ def unscale(book: Gradients, grads: Sequence[Any], found_inf: Tensor, inv_scale:
 
     def unscale_all(together: list[Any]) -> None:
         fragments = [fragment for fragment in (grad.editable() for grad in together) if fragment.numel()]
-        for fragment in fragments[:1]:  # where the accumulator rests elsewhere, so must these
+        for fragment in fragments[:1]:  # both tensors must be on the device where the accumulator rests
             unscale_(fragments, found_inf.to(fragment.device), inv_scale.to(fragment.device))
 
     for accumulator, together in _by_accumulator((grad._entry, grad) for grad in grads):
@@ -46,7 +46,7 @@ def unscale(book: Gradients, grads: Sequence[Any], found_inf: Tensor, inv_scale:
 
 
 def _by_accumulator(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
-    """Return the second of each pair together with those whose entries, the first, add to the same sum."""
+    """Group pairs (entry, value) by the sum that the entry adds to. Return [(accumulator, its entries' values)]."""
     found: dict[int, tuple[Any, list[Any]]] = {}
     for entry, each in pairs:
         found.setdefault(id(entry.accumulator), (entry.accumulator, []))[1].append(each)

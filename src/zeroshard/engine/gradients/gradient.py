@@ -27,8 +27,8 @@ from .sharded_grad import Keeper, ShardedGrad
 class Gradients:
     """The book of all gradients: which parameters have one, and the answers to questions about them.
 
-    Half of its names are about which parameters show a gradient. A question about one gradient is a question about all,
-    so the answers need what is shown, and both are here.
+    Half of its methods are about which parameters show a gradient, the others answer questions. One collective answers
+    a question for all gradients, so the answers must know which parameters show one: hence both are here.
     """
 
     def __init__(self, group: Group, keeper: Keeper) -> None:
@@ -38,14 +38,14 @@ class Gradients:
         self._of_bucket: dict[int, Accumulator] = {}  # by the bucket's index
         self.entries: list[Entry] = []
         self.stand_ins: dict[int, nn.Parameter] = {}  # optimizer number -> its first fragment on this rank
-        self.uncalled: set[int] = set()  # numbers of the optimizers in a step whose closure was not called yet
-        self.refuse: Callable[[str, object], StateError] | None = None  # makes the error if all gradients are gone
-        self._edits: list[str] = []  # by which numbers gradients were scaled, clamped, ... since the last step
+        self.uncalled: set[int] = set()  # numbers of optimizers that are in a step and have not called its closure yet
+        self.refuse: Callable[[str, object], StateError] | None = None  # makes the error if backward uses gradients up
+        self._edits: list[str] = []  # edits by a number (gradients scaled, clamped, ...) since the last step
         self._edited_with: Any = None
-        self._asked: tuple[Tensor, int, Tensor] | None = None  # of the device: a number, its version, what it is
-        self._displaced: list[Entry] = []  # those with something in `displaced`
-        self.elements: dict[int, Elements] = {}  # by fragment's id, those of its slot that it has
-        self.made: dict[int, ShardedGrad] = {}  # what parameters and fragments show, by id: while these are the same
+        self._asked: tuple[Tensor, int, Tensor] | None = None  # the last tensor brought to host, its version, the copy
+        self._displaced: list[Entry] = []  # the entries whose `displaced` is set
+        self.elements: dict[int, Elements] = {}  # by the fragment's id: which elements of its slot it has
+        self.made: dict[int, ShardedGrad] = {}  # by id of a parameter or fragment: what it shows as its gradient
         self.judged: Tensor | None = None  # a GradScaler's found_inf that already has all ranks' verdict
         self._answers: dict[float, Tensor] = {}
 
@@ -74,20 +74,21 @@ class Gradients:
                     entry.param.grad = self.shown(entry, entry.param)
                 for fragment in entry.fragments:
                     fragment.grad = self.shown(entry, fragment, self.elements[id(fragment)])
-                # GradScaler wants to see a gradient in each optimizer, also on a rank that owns nothing of any.
+                # GradScaler expects a gradient in each optimizer, also on a rank that owns no element of any.
                 if not entry.fragments and entry.updater in self.stand_ins:
                     stand_in = self.stand_ins[entry.updater]
                     if stand_in.grad is None:
                         stand_in.grad = self.shown(entry, stand_in, Elements(0, 0))
 
     def shown(self, entry: Entry, holder: nn.Parameter, elements: Elements | None = None) -> ShardedGrad:
-        """Return what a parameter or fragment shows as its gradient, made once: making it takes longer than all else.
+        """Return the ShardedGrad of a parameter or fragment. It is made once: making it takes longer than all the rest.
 
-        elements: those of its slot that a fragment has.
+        elements: the elements of its slot that a fragment has.
 
-        If the program has kept a parameter's, it is made anew: a kept one must not speak for a later backward.
+        If the program holds a parameter's ShardedGrad, a new one is made: a kept one must not speak for a later
+        backward.
         """
-        kept = elements is None and sys.getrefcount(self.made.get(id(holder))) > 2  # by the table, and for the question
+        kept = elements is None and sys.getrefcount(self.made.get(id(holder))) > 2  # 2: by the table and getrefcount
         known = self.made.get(id(holder))
         if known is None or kept or known._number != entry.number:
             known = self.made[id(holder)] = ShardedGrad(self, entry, holder, elements)
@@ -169,7 +170,7 @@ class Gradients:
             self._edits.append(edit)
 
     def in_host_memory(self, other: Tensor) -> Tensor:
-        """Bring to host memory a tensor that edits gradients resting there; one that edits many is brought once."""
+        """Copy an edit's operand to host memory, where the gradients rest; if it edits many of them, copy it once."""
         if other.is_cpu:
             return other
         asked = self._asked
@@ -227,7 +228,7 @@ class Gradients:
             self.group.report(error)
 
     def hold(self, accumulator: Accumulator, act: Callable[[], None], *, changed: bool = True) -> None:
-        """Do this with a sum in memory, unless that cannot be brought. A `TierError` is reported."""
+        """Call `act` with the sum in memory, unless it cannot be brought there. Report a `TierError` to all ranks."""
         with self.reporting(), accumulator.sum.here(changed=changed):
             act()
 
@@ -241,9 +242,9 @@ class Gradients:
         whole = blank(accumulator.bucket.numel, accumulator.sum.dtype, self.group.device)
         first, last = accumulator.sum.owned
         accumulator.sum.copy(first, own := whole[first:last])
-        if not accumulator.averaged:  # on this rank: an edit of some parameters divides it where these are
+        if not accumulator.averaged:  # on this rank: an edit of some parameters divides it only on ranks that hold them
             average_(own, accumulator.divisor)
         accumulator.sum.send(whole).wait()
-        if accumulator.sum.on_demand:  # on some rank it may not have come
+        if accumulator.sum.on_demand:  # a rank may have failed to bring its part
             self.agree()
         return whole[slot.start : slot.stop].view(slot.shape).clone()

@@ -37,8 +37,8 @@ def norms(book: Gradients, order: float) -> Tensor:
     device, group, count = book.entries[0].param.device, book.group, len(book.entries)
     add = add_to_maxima if order == math.inf else add_to_bins
     together = _TOGETHER if asynchronous(device) else 0
-    tallies = {device: _tally(count, order, device)}  # also of sums that rest in host memory, there
-    found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # owners and sums, added up in one go
+    tallies = {device: _tally(count, order, device)}  # sums that rest in host memory have one there
+    found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # (owners, block sums) not yet added up
 
     def tally_up(accumulator: Accumulator) -> None:
         blocks = _blocks(accumulator)
@@ -82,14 +82,14 @@ def _blocks(accumulator: Accumulator) -> BlockMap:
 
 
 def _tally(count: int, order: float, device: torch.device) -> Tensor:
-    """Make what the sums of all blocks are added to, exactly, parameter by parameter; or compared with."""
+    """Make each parameter's tally: bins, to which block sums are added exactly, or for order inf the maximum so far."""
     if order == math.inf:
         return torch.zeros(count, dtype=torch.int32, device=device)
     return empty_bins(count, device, sums_in(order))
 
 
 def _filled(book: Gradients) -> Iterator[Accumulator]:
-    """Yield accumulators with a sum of which this rank counts elements, as no other does; prefetch the next."""
+    """Yield filled accumulators of which this rank counts elements that no other rank counts; prefetch the next one."""
     having = [each for each in book.accumulators if each.filled]
     found = [each for each in having if operator.lt(*each.buffer.saves)]
     for accumulator, after in zip(found, [*found[1:], None], strict=False):

@@ -8,12 +8,13 @@ anywhere and send the rest, with zeros where a rank has none.
 Named hazard, *a second gradient*: inside a re-entrant checkpoint a parameter can receive a gradient more than once
 in one backward (three segments that share a weight, say). Such a bucket waits for the end of the outermost backward.
 
-Named hazard, *never wait before the end*: a rank that waits for a reduction, while a peer waits for it to take part
-in a gather, or at the end of its backward, waits for ever. So a rank that stands still asks the others, and goes on if
-one of them waits for it: such a sum cannot come, and costs bytes and no time. Where it cannot see that (a collective of
-the program's own, say) the wait is bounded, from when its own device has come so far. Once a wait was in vain there are
-no more in that backward. If one ran out of time, and the ranks differed, it is an eighth until they do not, since they
-will differ again. If they did not, a rank was only slow, and the next backward waits as long as the first did.
+Named hazard, *never wait before the end*: if a rank waits for a reduction, while a peer waits for this rank to join a
+gather, or at the end of its backward, both wait for ever. So a rank that pauses for a sum asks the others, and goes on
+if one of them waits for it: that sum cannot come yet, and going on costs bytes and no time. A rank cannot see all such
+waits (those in a collective of the program's own, say), so a pause is also bounded in time, counted from when this
+rank's own device has come that far. After one pause in vain, a backward pauses no more. If a pause ran out of time and
+the ranks differed, pauses last an eighth until the ranks are alike again, since they will differ again. If the ranks
+were alike, a rank was only slow, and the next backward pauses as long as the first did.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from .subscriber import Subscriber
 from .sums import Delivery, Sums
 
 PAUSE = 0.5  # seconds that backward pauses at most for the oldest reduction
-ASKS = 0.016  # seconds after which it asks the others for the first time, where ranks were alike; then ever more rarely
+ASKS = 0.016  # seconds until a pausing rank first asks the others, if ranks were alike; then it asks ever more rarely
 RARELY = 1.0  # seconds between two questions, at most
-MOST = 2  # gradients of one parameter in a backward, or more
+MOST = 2  # gradients of a parameter in one backward: two or more
 REDUCED = "reduced", "or repeat the step: from now on they wait for the end"
-UNHURRIED = 60.0  # where what is held is compared with a plan, which must not depend on how busy a machine is
+UNHURRIED = 60.0  # the pause where held memory is compared with a plan: it must not depend on how busy a machine is
 
 
 class Standstill:
     """One pause of backward for the oldest reduction, and why it ends before that has come."""
 
     def __init__(self, group: Group, own: DeviceEvent | None, pause: float, asks: float) -> None:
-        """own: what this rank's device has to come to before another can be late; by default all that it was given."""
+        """own: the event that this rank's device must reach before others can be late; by default, all work so far."""
         self._group = group
         self._pause = pause
         self._own = own or event(group.device)
@@ -62,13 +63,13 @@ class Standstill:
         self._asks, self._asked = asks, time.monotonic()
 
     def begun(self) -> bool:
-        """Tell if only other ranks can be late: the own device has come so far."""
+        """Tell if this rank's device has reached `own`, so that only other ranks can be late."""
         if self._deadline is None and self._own.is_completed():
             self._deadline = time.monotonic() + self._pause
         return self._deadline is not None
 
     def in_vain(self) -> str:
-        """Return why it is not to go on: "time", or "parted" where the ranks differ; else ""."""
+        """Return why the pause ends in vain: "time" is up, or "parted" if ranks differ; "" while it goes on."""
         now = time.monotonic()
         if now > self._asked + self._asks:
             if self._group.parted():
@@ -103,13 +104,13 @@ class Reduction:
         self._flushing = False
         self._pauses = True
         self.pause = PAUSE
-        self._shortened = 1  # by this factor, since ranks were seen to wait for each other in vain
+        self._shortened = 1  # pauses are shorter by this factor, since ranks waited for each other in vain
         self._asks = ASKS
-        self.in_vain = Counter[str]()  # pauses so far that were, by their reason
-        self._late = False  # did one of this backward run out of time?
+        self.in_vain = Counter[str]()  # the number of pauses in vain, by reason
+        self._late = False  # did a pause of this backward run out of time?
         self._again: list[Entry] = []
         self._got = b""  # how many gradients each parameter got on the rank that got most, once that is known
-        self._hidden: dict[int, Tensor | None] = {}  # by entry number, the p.grad that makes way
+        self._hidden: dict[int, Tensor | None] = {}  # by entry number, the p.grad taken in backward
 
     def add(self, contribution: Contribution) -> None:
         """Take in a bucket whose parameters receive gradients."""
@@ -127,7 +128,7 @@ class Reduction:
         return contribution.entries if contribution.accumulator.filled or contribution.unsent else []
 
     def begin(self, kept: set[int], *, local: bool) -> None:
-        """Start counting. kept: as above. local: under no_sync, contributions are added up here and not sent."""
+        """Start counting. kept: from `kept`. local: under no_sync, contributions are added up here and not sent."""
         self._local, self._next, self._pauses, self._got = local, 0, True, b""
         self._late = False
         self.group.begun_sums(0)
@@ -139,7 +140,7 @@ class Reduction:
             self._notice_cleared(contribution, kept)
             if not contribution.accumulator.filled:
                 contribution.accumulator.divisor = self.divisor
-            # What is not trained any more may be needed further on, and must not change before.
+            # No early update: backward may still need the bucket's frozen parameters, which must not change before.
             contribution.hold = not (self.sums.apart or contribution.all_wanted)
         for each in self.subscribers:
             each.begin()
@@ -180,7 +181,7 @@ class Reduction:
             self._again.append(entry)
             return False
         self.sums.room(contribution, local=self._local)
-        contribution.add(entry, grad.detach() if grad.requires_grad else grad)  # where backward's own graph is wanted
+        contribution.add(entry, grad.detach() if grad.requires_grad else grad)  # it does under create_graph=True
         most = contribution.most
         if contribution.unit.called_again or (nested and most != 1) or (most or 0) > 1:
             contribution.hold = True
@@ -208,9 +209,9 @@ class Reduction:
         self.group.begun_sums(self._next)
 
     def _make_room(self) -> None:
-        """While too much is under way, go on with the oldest; wait for it, within bounds.
+        """While too many sums are under way, go on with the oldest one; pause for it, within bounds.
 
-        By count and not by what has come in already, so that the bytes held are known before the run.
+        The limit counts all sums, also those that have come already, so that the bytes held are known before the run.
         """
         allowed = IN_FLIGHT if self.settings.overlap else 0
         stands: Standstill | None = None
@@ -232,8 +233,8 @@ class Reduction:
             work.stood_still(since)
 
     def _due(self, allowed: int) -> tuple[Callable[[], bool], DeviceEvent | None, Work, Callable[[], None]] | None:
-        """Return the oldest sum that is in the way of others: is it here?, this rank's part of it, its Work, and how to
-        go on with it."""
+        """Return, of the oldest sum if more than `allowed` are under way: has it come?, the event before this rank's
+        part, its Work, and how to go on with it."""
         for each in self.subscribers:
             if (work := each.due(min(allowed, 1))) is not None:
                 return work.done, None, work, each.next
@@ -282,7 +283,7 @@ class Reduction:
             if contribution.received:
                 contribution.most = max(contribution.received.values())
         got = least = received
-        if not usual:  # the second half says how few
+        if not usual:  # the second half yields the minimum
             told = self.group.flags(received + bytes(MOST - each for each in received))
             got, least = told[: len(received)], bytes(MOST - each for each in told[len(received) :])
         if got == least:  # the ranks were alike
@@ -296,12 +297,13 @@ class Reduction:
             raise second_gradient(names, *used)
         self._got, with_gradient = got, set()
         for index, contribution in self.contributions.items():
-            # What no_sync kept goes with this backward, whatever it used: when it goes must not depend on the bucket.
+            # What no_sync kept is sent with this backward, whatever that used: when it is sent must not depend on the
+            # bucket.
             if contribution.unsent or any(got[e.number] for e in contribution.entries):
                 with_gradient.add(index)
         if self._local:
             for contribution in (self.contributions[index] for index in with_gradient):
-                if not contribution.launched:  # by a question about gradients, inside this backward
+                if not contribution.launched:  # a question about gradients in this backward may have sent it
                     self.sums.room(contribution, local=True)
                     contribution.move(ContributionState.KEPT)
         else:

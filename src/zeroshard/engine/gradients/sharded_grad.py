@@ -44,8 +44,8 @@ class Book(Protocol):
     group: Group
     keeper: Keeper
     entries: list[Entry]
-    uncalled: set[int]  # numbers of the optimizers in a step whose closure was not called yet
-    refuse: Callable[[str, object], StateError] | None  # makes the error if all gradients are gone
+    uncalled: set[int]  # numbers of optimizers that are in a step and have not called its closure yet
+    refuse: Callable[[str, object], StateError] | None  # makes the error if backward uses gradients up
 
     def norm(self, entry: Entry, order: float) -> Tensor:
         """Return the norm of one parameter's whole gradient, 0-d fp32, the same on every rank."""
@@ -54,7 +54,7 @@ class Book(Protocol):
         """Gather the whole averaged gradient of one parameter, on every rank."""
 
     def hold(self, accumulator: Accumulator, act: Callable[[], None]) -> None:
-        """Do this with a sum in memory, unless that cannot be brought. A `TierError` is reported."""
+        """Call `act` with the sum in memory, unless it cannot be brought there. Report a `TierError` to all ranks."""
 
     def displace(self, entry: Entry, grad: ShardedGrad) -> None:
         """Keep what `p.grad` shows, because autograd is about to add to it."""
@@ -63,7 +63,7 @@ class Book(Protocol):
         """Note that gradients are edited by a number: if it differs between ranks, the next step reports it."""
 
     def in_host_memory(self, other: Tensor) -> Tensor:
-        """Bring to host memory a tensor that edits gradients resting there; one that edits many is brought once."""
+        """Copy an edit's operand to host memory, where the gradients rest; if it edits many of them, copy it once."""
 
     def forget_answers(self) -> None:
         """Drop answers to questions about gradients, because these change."""
@@ -75,10 +75,11 @@ class ShardedGrad(Tensor):
     Has the shape, dtype and device of its parameter and no memory. `full_tensor()` gathers the real thing.
     """
 
-    # Weak, and a number instead of the entry: p.grad is a reference in C++, where the collector sees no cycles.
+    # A weak reference to the book, and a number instead of the entry: C++ holds p.grad, and the garbage collector sees
+    # no cycles there.
     _weak_book: weakref.ref[Book]
     _number: int
-    _elements: Elements | None  # of its slot, if it is a fragment's
+    _elements: Elements | None  # if it is a fragment's: those of the slot
 
     @staticmethod
     def __new__(cls, book: Book, entry: Entry, like: Tensor, elements: Elements | None = None) -> ShardedGrad:
@@ -95,14 +96,14 @@ class ShardedGrad(Tensor):
 
     @property
     def _is_part(self) -> bool:
-        """Tell if a fragment's: but for those of all of a parameter, which at stage 0 every rank has."""
+        """Tell if it is a fragment's gradient, except that of a whole parameter, which at stage 0 every rank has."""
         entry = self._entry
         whole = self._elements is None or self._elements.numel == entry.slot.numel
         return not whole or (self._is_fragment and bool(entry.accumulator.buffer.placements.optimizer))
 
     @property
     def _own(self) -> slice:
-        """Its elements among those of its slot whose average this rank has."""
+        """Where its elements lie among those of its slot whose average this rank has."""
         if self._elements is None:
             return slice(None)
         owned, (start, stop) = self._entry.slot.within(*self._entry.accumulator.buffer.owned), self._elements
@@ -124,7 +125,7 @@ class ShardedGrad(Tensor):
         return self._book.entries[self._number]
 
     def _makes_way(self, func: Any, what: Tensor) -> Tensor | None:
-        """Return `what` alone as the new gradient, to be reduced, if autograd adds it to this one; else None."""
+        """Return `what` alone, the new `p.grad` to be reduced, if autograd is adding it to this gradient; else None."""
         param = self._entry.param
         if getattr(torch._C._current_autograd_node(), "variable", None) is not param:
             return None
@@ -191,7 +192,7 @@ class ShardedGrad(Tensor):
         raise self._cannot("numpy()")
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Write a number or a tensor to an index, as to a plain gradient's: on every rank the same."""
+        """Write a number or a tensor to an index, as in a plain gradient. Every rank must write the same."""
         if self._is_fragment:
             raise self._cannot("an index")
         shape, device = self._entry.slot.shape, self.device
@@ -249,7 +250,7 @@ class ShardedGrad(Tensor):
         if func in _ELEMENTWISE and isinstance(args[0], ShardedGrad):
             _edit(func, args[0], args[1:], kwargs)
             return args[0]
-        if func in _FOREACH:  # in a list with gradients of parameters that are not managed, perhaps
+        if func in _FOREACH:  # the list may also hold gradients of parameters that are not managed
             scaled = _scale_buckets(_FOREACH[func], *args, **kwargs)
             for number, grad in enumerate(args[0]):
                 if id(grad) in scaled:
@@ -265,7 +266,7 @@ class ShardedGrad(Tensor):
 
 
 class ReadOnly(Tensor):
-    """A copy of a gradient that refuses writes, which would change nothing. What is computed from it is plain."""
+    """A copy of a gradient that refuses writes: they would not change the gradient. Tensors made from it are plain."""
 
     _name: str
 

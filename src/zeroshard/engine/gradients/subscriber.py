@@ -27,9 +27,9 @@ from .accumulator import Accumulator
 class Subscriber:
     """The base of such features, which by default do nothing."""
 
-    looks = False  # does it look at contributions? Then each rank's own outlives the sum
+    looks = False  # does it read contributions? Then the sum does not overwrite this rank's own
     early = False  # does it use up averages in backward?
-    second: tuple[str, str] | None = None  # what it does with a first gradient, and what else to write, for an error
+    second: tuple[str, str] | None = None  # for the error of a second gradient: what became of the first, and a remedy
     skipped = 0  # steps that it passed over
     last: Any = None  # what it found last: why it passed over a step
     step: Transaction | None = None  # its part of a step, if an exception may leave that half done
@@ -45,8 +45,8 @@ class Subscriber:
         """Begin a backward."""
 
     def summed(self, accumulator: Accumulator, pieces: Sequence[Tensor], total: Tensor) -> None:
-        """Hear of a sum. pieces: contributions to this rank's shard, in rank order; total: their sum with what was
-        there."""
+        """Hear of a sum. pieces: contributions to this rank's shard, in rank order; total: their sum, together with the
+        sum that they were added to."""
 
     def averaged(self, accumulator: Accumulator, having: set[int]) -> None:
         """Hear of an average. having: the numbers of the gradients that some rank has."""
@@ -68,7 +68,7 @@ class Subscriber:
         """Take note that all ranks have begun a step of an optimizer."""
 
     def passes_over(self, buffers: Sequence[Buffer]) -> bool:
-        """Decide, before an update of these buckets, if it is passed over: the same answer on every rank."""
+        """Decide, before an update of these buckets, if the update is skipped: the same answer on every rank."""
         return False
 
     def judge(self, overflow: bool) -> None:
@@ -81,9 +81,9 @@ class Subscriber:
         """Forget what was under way: all weights were loaded."""
 
     def uncounted(self, wrap: Callable[..., Any], leave_out: Callable[[Tensor], None]) -> None:
-        """Let a simulation leave out of what operators make the memory that the ledger counts for this feature.
+        """Let a simulation, which counts tensors that operators make, leave out the memory that the ledger counts.
 
-        wrap: a call that takes such memory. leave_out: is to be told of what came to rest in place.
+        wrap: wraps a call that takes such memory. leave_out: to be called with tensors that came to rest in place.
         """
 
     @property

@@ -1,15 +1,16 @@
-"""The verb `sum`: every rank's contribution to a bucket becomes the average, where its owner's gradients rest.
+"""The verb `sum`: all ranks' contributions to a bucket become the average, where the shard owners' gradients rest.
 
-    room     memory for this rank's contribution, for gradients to be written to
-    send     it goes to the shards' owners, as its codec says
-    land     what came is added up in rank order, and handed on where several replicas are summed
-    store    the average is where it rests, and memory serves others
+    room     take memory for this rank's contribution, to which gradients are written
+    send     send the contribution to the shards' owners, encoded by its codec
+    land     add up what came, in rank order, and hand the sum on if several replicas are summed
+    store    put the average where it rests, and give its memory back for other sums
 
-In which order sums go on, and which memory their messages take, keep and give back, is `Flow`'s.
+`Flow` decides in which order sums go on, and which memory their messages take, keep and give back.
 
-On a device with streams sums are made in one of their own, beside backward. Backward's stream waits for it where memory
-of messages is used again, and at the end. Before the end it never waits for another rank: a sum is begun only when what
-it needs has come, since a rank whose device waits cannot take part in a gather that this other rank may be waiting for.
+On a device with streams, sums run in a stream of their own, in parallel with backward's. Backward's stream waits for
+that stream before the memory of messages is used again, and at the end. Before the end sums never wait for another
+rank: a sum begins only when all that it needs has come. Else this rank's device, while it waits, could not take part in
+a gather that the other rank may be waiting for.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from .subscriber import Subscriber
 
 
 class Delivery:
-    """The way of one bucket's sum to where it rests. By default this rank adds up all that it is made of."""
+    """The path of one bucket's sum to where it rests. By default this rank adds up all contributions."""
 
     first = last = True  # does this rank begin the sum, and divide it?
-    start: Tensor | None = None  # what this rank goes on from, if that does not rest with it
-    apart = False  # do all replicas have parts of what the sum goes on from, and of the average?
+    start: Tensor | None = None  # the sum that this rank adds to, if that is not its accumulator's
+    apart = False  # does each replica keep only a part of the earlier sum, and of the average?
 
     def __init__(self, running: Tensor | None = None, average: Tensor | None = None) -> None:
-        """running: where it is added up, else where it rests. average: what replaces the sum that rests, if that is
-        elsewhere."""
+        """running: the memory to add up in; None for where the sum rests. average: memory for the average that
+        replaces the resting sum, if it is made elsewhere."""
         self.running, self.average = running, average
-        self.came = self.back = Work()  # `running` from others, for this rank to add to; and `average`
+        self.came = self.back = Work()  # the receives of `running`, for this rank to add to, and of `average`
         self.beside: list[Tensor] = []  # other memory that it takes, until the average is there
 
     @property
@@ -65,11 +66,11 @@ SUMS = "sums"  # the stream in which a device adds them up
 
 
 class _Messages(Memory[Tensor]):
-    """The device's memory, which serves backward again when sums are through with it."""
+    """The device's memory for messages, used again in backward once sums are done with it."""
 
     def __init__(self, tier: DeviceTier) -> None:
         self._tier = tier
-        self.through = DeviceEvent()  # of all sums so far
+        self.through = DeviceEvent()  # after all sums so far
 
     def reserve(self, state: str, numel: int, dtype: Any, *, zeroed: bool = True) -> Tensor:
         return self._tier.reserve(state, numel, dtype, zeroed=zeroed)
@@ -100,7 +101,7 @@ class Sent:
     work: Work
     receive: Tensor
     delivery: Delivery
-    own: DeviceEvent  # which this rank's device comes to before it sends its part
+    own: DeviceEvent  # the point that this rank's device reaches before it sends its part
 
     @property
     def running(self) -> Tensor | None:
@@ -155,14 +156,15 @@ class Sums(Flow[Sent, Tensor]):
         if contribution.state is ContributionState.ABSENT:
             contribution.fill(self._room(contribution, local=local), local=local)
         elif contribution.state is ContributionState.KEPT:
-            # no_sync promised two passes in all: what it added up travels with the next backward's gradients.
+            # no_sync promises two passes in all: what it added up is sent together with the next backward's gradients.
             contribution.move(ContributionState.FILLING)
 
     def _room(self, contribution: Contribution, *, local: bool) -> Tensor:
         accumulator, buffer = contribution.accumulator, contribution.buffer
         dtype = buffer.grad_dtype if local else buffer.reduce_dtype
-        # A full-size accumulator doubles as the place to put contributions: they are of its size. What it holds already
-        # has to go aside; and where it may be asked whose contribution spoiled a sum, the own one must outlive that.
+        # A full-size accumulator also serves as the memory of contributions, which have its size. A sum that it holds
+        # already is copied elsewhere first. If a feature asks whose contribution spoiled a sum, the sum must not
+        # overwrite this rank's own contribution.
         elsewhere = buffer.placements.gradients or not accumulator.sum.on_device or contribution.sources > 1
         holds = accumulator.filled or (self._sends_values and any(each.looks for each in self._subscribers))
         if elsewhere or self.group.team.shares or (holds and not local) or dtype != buffer.grad_dtype:
@@ -214,7 +216,7 @@ class Sums(Flow[Sent, Tensor]):
 
     def _add(self, sent: Sent) -> None:
         accumulator, delivery, receive = sent.contribution.accumulator, sent.delivery, sent.receive
-        # Where nothing is lost by it the sum is divided as it lands, which saves a step a pass of its own.
+        # Where the division is exact, the sum is divided as it lands: that saves the step a pass over memory.
         divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
         if delivery.first and not delivery.apart and not (divided and accumulator.averaged):
             accumulator.undo_average()
@@ -223,10 +225,10 @@ class Sums(Flow[Sent, Tensor]):
             nothing = contextlib.nullcontext()
             try:
                 begun = accumulator.sum.here(changed=delivery.last, fresh=not accumulator.filled)
-                # Is added to what rests, or into it?
+                # Does the fold read or write the resting sum?
                 adds = delivery.first and (accumulator.filled or delivery.average is None)
                 adds &= not (self._staged(accumulator) or delivery.apart)
-                # What is added where it rests leaves the device by that.
+                # Adding up where the sum rests off the device copies from the device.
                 leaves = adds and delivery.into is None and not accumulator.sum.on_device
                 nbytes = own * accumulator.sum.dtype.itemsize
                 with begun if adds else nothing, accumulator.sum.copied(nbytes, leaves=True) if leaves else nothing:
@@ -241,7 +243,7 @@ class Sums(Flow[Sent, Tensor]):
         sent.contribution.end(ContributionState.LANDED)
 
     def _fold(self, sent: Sent, *, divided: bool) -> None:
-        """Add this rank's contributions to what came, or, on the first replica, to what there is."""
+        """Add all contributions to this shard to the sum that came or, on the first replica, to the accumulator's."""
         accumulator, delivery = sent.contribution.accumulator, sent.delivery
         into = delivery.into
         rests = delivery.last and accumulator.aside is not None and not delivery.apart
@@ -271,7 +273,7 @@ class Sums(Flow[Sent, Tensor]):
         return not accumulator.sum.rest.on_device and asynchronous(accumulator.buffer.team.device)
 
     def _start(self, accumulator: Accumulator, total: Tensor) -> Tensor | None:
-        """Return the sum that there is already, where `total` will be made."""
+        """Return the accumulator's sum on the device of `total`; None if it holds none."""
         if not accumulator.filled:
             return None
         if self._staged(accumulator):
@@ -307,7 +309,7 @@ class Sums(Flow[Sent, Tensor]):
         self._stored(sent.contribution)
 
     def _beside(self) -> contextlib.AbstractContextManager[None]:
-        """Launch what is inside beside backward, unless averages are used as they come."""
+        """Launch the block's work in the stream of sums, unless averages are used as they come."""
         return self._memory.beside() if self.apart else contextlib.nullcontext()
 
     def join(self) -> None:
@@ -315,7 +317,7 @@ class Sums(Flow[Sent, Tensor]):
         self._memory.through.wait()
 
     def leave(self, allowed: int) -> None:
-        """Let the memory of averages that leave the device serve others, but for so many."""
+        """Give back the memory of averages that leave the device, but for the latest `allowed` of them."""
         while len(self._leaving) > allowed:
             through, average = self._leaving.pop(0)
             through.wait()

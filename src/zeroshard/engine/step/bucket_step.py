@@ -19,13 +19,13 @@ from .optimizer_hooks import own_step
 
 
 class Around(Protocol):
-    """A frame around an optimizer's own step, in which it sees more of a parameter than this rank has."""
+    """A wrapper around an optimizer's own step that shows it more of a parameter than this rank has."""
 
     def takes(self, buffer: Buffer) -> bool:
-        """Tell if it stands around the steps of a bucket."""
+        """Tell if it wraps the steps of this bucket."""
 
     def shown(self, fragments: Sequence[Fragment]) -> contextlib.AbstractContextManager[None]:
-        """Show the optimizer all of these parameters, for one step."""
+        """Show the optimizer these fragments' whole parameters, for one step."""
 
 
 class Alone:
@@ -47,7 +47,7 @@ class Alone:
         self.around: Around | None = None
 
     def wants(self, buffer: Buffer) -> bool:
-        """Tell if a bucket must be stepped by itself, whatever rests where."""
+        """Tell if a bucket must be stepped separately, wherever its states rest."""
         return self.around is not None and self.around.takes(buffer)
 
     def step(self, buffer: Buffer, accumulator: Accumulator, given: set[int]) -> None:

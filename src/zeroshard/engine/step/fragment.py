@@ -66,7 +66,7 @@ class Fragment(NamedTuple):
         return slice(first + self.elements.start, first + self.elements.stop)
 
     def view(self, *, inside: bool = False) -> Tensor:
-        """Return its elements where they rest. inside: here() of a state that rests in a file; else these are NaN."""
+        """Return a view of its elements at rest. Those not always in memory are NaN, unless `inside` their here()."""
         if self.buffer.updating.on_demand and not inside:
             return self.buffer.absent(self.elements.numel).view(self.shape)
         return self.buffer.target[self.own].view(self.shape)
@@ -226,8 +226,8 @@ class States:
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
 
     def _put_away(self, fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
-        """Write one state into its file, and return a tensor without memory in its place; the state itself if it is
-        there already, or is not per element."""
+        """Write one state into its file, and return a tensor without memory (on meta) in its place. Return the state
+        itself if it is on meta already, or is not per element."""
         if not per_element(fragment, key, value, fixed) or value.is_meta:
             return value
         with self.part(fragment, key, value).here(changed=True) as place:
@@ -267,7 +267,7 @@ class States:
                 yield
             finally:
                 tiny = rests_away(buffer) and any(fragment.param.numel() == 1 for fragment in fragments)
-                fixed = fixed_shapes(self.optimizer) if tiny else {}  # of more elements their own shapes say it
+                fixed = fixed_shapes(self.optimizer) if tiny else {}  # for larger ones the shape alone decides
                 for fragment in fragments:
                     if rests_away(buffer) and fragment.param.numel():
                         state = self.optimizer.state.get(fragment.param, {})
@@ -279,7 +279,7 @@ class States:
 
 
 def file_name(key: str, number: int) -> str:
-    """Return the name of a state's file: each optimizer has files of its own, and none of the engine's names."""
+    """Return the name of a state's file: different for each optimizer, and never one of the engine's own names."""
     return f"{key} of optimizer {number}" if number or key in (*STATES, "master") else key
 
 
@@ -308,9 +308,9 @@ def is_state(param: Any, state: Any) -> bool:
 
 
 def fresh_states(optimizer: Any, group: dict[str, Any], param: nn.Parameter, kind: Any = None) -> dict[str, Any]:
-    """Return the state that an optimizer's class (or `kind`) has after one step of a twin, with this group's options.
+    """Return `param`'s state after one step of a twin of `optimizer` (its class, or `kind`), with this group's options.
 
-    The optimizer itself is not touched. `param` is stepped, by zeros where it has no gradient.
+    The optimizer itself is not touched. The step updates `param`, with a gradient of zeros if it has none.
     """
     param.grad = torch.zeros_like(param) if param.grad is None else param.grad
     kind = type(optimizer) if kind is None else kind

@@ -1,5 +1,5 @@
-"""`optimizer.state` of a sharded model has states of this rank's parts, and none of the model's own parameters: it says
-so where a program asks for these."""
+"""`optimizer.state` of a sharded model has states of this rank's fragments, and none of the model's own parameters.
+A program that asks for the state of one of these gets a `StateError` that says so."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class GuardedState(collections.defaultdict[Any, Any]):
 
 
 def guard(optimizer: Any, own: Container[int]) -> None:
-    """Guard an optimizer's states against questions for parameters of these ids, and those of optimizers inside it,
-    which share them. Plain again: without any."""
+    """Guard an optimizer's states, and those of optimizers inside it that share them, against look-ups of parameters
+    with these ids. Without ids, make the states a plain dict again."""
     before = optimizer.state
     made = GuardedState(dict, before) if own else collections.defaultdict(dict, before)
     if isinstance(made, GuardedState):

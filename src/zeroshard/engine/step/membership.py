@@ -1,12 +1,12 @@
-"""Which parameters an optimizer updates, and in which of its groups, however the program edits these.
+"""Which parameters an optimizer updates, and in which of its groups, however the program edits the groups.
 
-Groups hold fragments, and a rank has fragments of some parameters alone. The others are where those of their group are:
-a group that is popped and put back, copied or moved takes all of its parameters along. One that is divided by its
-fragments would be divided elsewhere on each rank, so that is refused; where each rank has all of every parameter
-(stage 0), each goes where its fragment goes.
+Groups hold fragments, and a rank has fragments of only some parameters. A parameter without a fragment here goes where
+the fragments of its group go: a group that is popped and put back, copied or moved takes all of its parameters along.
+To divide a group's fragments among groups is refused, because each rank would divide the parameters differently. If
+each rank has all of every parameter (stage 0), each parameter goes where its fragment goes.
 
-torch keeps the states of parameters that leave an optimizer. So what leaves keeps its fragments, and comes back with
-them: by the model's own parameter, or by what the group held.
+torch keeps the states of parameters that leave an optimizer. So a parameter that leaves keeps its fragments, and comes
+back with them: if the program adds the model's own parameter, or the fragments that the group held.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Together:
         return list({id(group): group for group in found}.values())
 
     def is_divided(self, holder: dict[int, Group]) -> bool:
-        """Tell if some of its fragments are elsewhere than others. Those of frozen parameters may be left out."""
-        parts = [each.param for each in self.fragments if each.param.numel()]  # others are in no group
+        """Tell if its fragments are in several groups, or some in none. Those of frozen parameters may be in none."""
+        parts = [each.param for each in self.fragments if each.param.numel()]  # empty ones may be in none
         left_out = any(id(param) not in holder and param.requires_grad for param in parts)
         return len(groups := self.groups(holder)) > 1 or bool(groups and left_out)
 
@@ -53,7 +53,7 @@ class Membership:
 
     def __init__(self) -> None:
         self._all: list[Together] = []
-        self.frozen: set[tuple[int, int]] = set()  # bucket and position of those that were, since they were added
+        self.frozen: set[tuple[int, int]] = set()  # bucket and position of parameters frozen since they were added
 
     def __iter__(self) -> Iterator[Together]:
         return iter(self._all)
@@ -96,12 +96,12 @@ class Membership:
         return []
 
     def divided(self, groups: Sequence[Group]) -> tuple[Together, list[Group]] | None:
-        """Return what was divided by its fragments, and the groups that these are in; None if nothing was."""
+        """Return sharded parameters of one group that was divided, and the groups of their fragments now; else None."""
         holder = _holder(groups)
         return next(((each, each.groups(holder)) for each in self._all if each.cut and each.is_divided(holder)), None)
 
     def follow(self, groups: Sequence[Group]) -> None:
-        """Follow edits of an optimizer's groups by which nothing that is cut was divided."""
+        """Follow edits of an optimizer's groups that have not divided sharded parameters."""
         holder, numbers = _holder(groups), set(map(id, groups))
         for each in list(self._all):
             if not each.cut and each.is_divided(holder):
@@ -113,7 +113,7 @@ class Membership:
             found = each.groups(holder)
             stays = each.group if id(each.group) in numbers else None
             if stays and any(hasattr(param, "_zeroshard") for param in stays["params"]):
-                stays = None  # whole parameters were put in place of all that it held
+                stays = None  # the program put whole parameters in place of its fragments
             each.group = found[0] if found else stays
         self._all = [each for each in self._all if each.places]
 

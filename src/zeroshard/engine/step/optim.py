@@ -72,7 +72,7 @@ class Binding(Transaction):
         by_bucket: bool,
         watched: bool,
     ) -> None:
-        """by_bucket: may it be stepped one bucket after the other? watched: may it send what must not be sent?"""
+        """by_bucket: may it be stepped one bucket after the other? watched: must its own collectives be refused?"""
         self.watcher = watcher
         self.optimizer = optimizer
         self.number = number
@@ -96,8 +96,8 @@ class Binding(Transaction):
         self._updated: list[Buffer] = []  # what the running step updates
         self.edited: set[int] = set()  # buckets whose fragments were written to outside a step: the others must hear it
         self._skips = False  # does the running step pass over its update?
-        self._lent = False  # does its closure run, which is the program's?
-        self._bound_now = False  # has it got its gradients? With a closure it gets them when that was called
+        self._lent = False  # does the closure run, which is the program's code?
+        self._bound_now = False  # has the running step its gradients? With a closure, only after that has run
         self.states = States(optimizer, number, self.group)
         where = f"{type(optimizer).__name__}, optimizer {number}, rank {self.group.rank}"
         self.watch = OwnCollectives(where, self.running) if watched else None
@@ -139,7 +139,7 @@ class Binding(Transaction):
         return same(self._holds(), self._held) and same(self.optimizer.param_groups, self._groups)
 
     def report_divided(self) -> bool:
-        """Report a group that was divided by its fragments, before anything follows the edit; tell if one was."""
+        """Report an edit that divided a group's fragments among groups, before anything follows it; tell if one did."""
         if self._unedited() or (found := self.membership.divided(self.optimizer.param_groups)) is None:
             return False
         parts, groups = found
@@ -175,7 +175,7 @@ class Binding(Transaction):
                 if fragments is None or each.numel()
             ]
             # A group must not be empty: schedulers, scalers and some step functions look at its first parameter. And
-            # `membership` follows a group by the fragments in it, so that ignored parameters do not stand in.
+            # `membership` follows a group by the fragments in it, so ignored parameters alone are not enough.
             if all(made[at] is None for _, at in kept):
                 kept.append(next((fragments[0], at) for at, fragments in enumerate(made) if fragments))
             if "param_names" in group:
@@ -216,7 +216,7 @@ class Binding(Transaction):
         place: Place = param._zeroshard  # type: ignore[attr-defined]
         fragments = self.membership.take(place)  # of a parameter that has left, and comes back
         again = {id(fragment.param) for fragment in fragments}
-        for other in self.optimizer.param_groups if again else ():  # one that was left out as frozen is here still
+        for other in self.optimizer.param_groups if again else ():  # a frozen parameter's may still be in a group
             other["params"][:] = [each for each in other["params"] if id(each) not in again]
         with torch._C.DisableTorchFunctionSubclass():
             for fragment in fragments:
@@ -253,9 +253,9 @@ class Binding(Transaction):
         for buffer in written:
             self.edited.add(buffer.bucket.index)
             if buffer.updating.on_demand:
-                buffer.absent(1).fill_(torch.nan)  # torch lets `fill_` through, to the place of all absent elements
+                buffer.absent(1).fill_(torch.nan)  # repair it: torch lets the program `fill_` absent elements
                 if any(step.begun for step in self.schedule.watcher.steps()):
-                    continue  # an exception has ended a step, which wrote to them
+                    continue  # the writer was a step that an exception ended
                 self.group.report(
                     StateError(
                         "an optimizer's part of the parameters was edited while it rests in a file, or in halves",
@@ -393,7 +393,7 @@ class Binding(Transaction):
                 buffer.changed()
 
     def check_states(self) -> None:
-        """Report states of the model's own parameters that the program has set: a step has others."""
+        """Report states that the program has set for the model's own parameters: a step uses fragments' states."""
         added = set(map(id, self._holds())) if any(id(key) in self.own for key in self.optimizer.state) else set()
         strays: list[Any] = [key for key in self.optimizer.state if id(key) in self.own - added]
         for param in strays:
@@ -415,8 +415,8 @@ class Binding(Transaction):
             self.group.report(error)  # the others are on their way to this step
 
     def _bind(self) -> None:
-        """Give every fragment its averaged gradient, after the buckets that are stepped one by one; or none, if this
-        step is to be skipped."""
+        """Step the buckets that are stepped one by one, then give all other fragments their averaged gradients. Do
+        neither if this step is to be skipped."""
         self._skips = any(each.passes_over(self.buffers) for each in self.subscribers)
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
         for work in [each.spread_average() for each in filled if not each.buffer.by_itself]:
@@ -429,7 +429,7 @@ class Binding(Transaction):
         shown = averages.hide(self.fragments)
         averages.drop_copies()  # of a step that an exception left
         before, self._bound_now = averages.begin(), True
-        # On any rank, and shown in the optimizer's groups: it is enough to clear one of the two.
+        # The gradient exists on some rank, and the optimizer's groups show it: the program may clear either one.
         given = {which for which, entry in averages.entry_of.items() if which in shown and entry.number in having}
         one_by_one = [buffer for buffer in self._updated if self._by_itself(buffer)]
         self._marks = -1 if one_by_one else self._versions()
@@ -450,15 +450,15 @@ class Binding(Transaction):
                 averages.give(self.states.of(buffer), given)
 
     def _by_itself(self, buffer: Buffer) -> bool:
-        """Tell if a bucket is stepped by itself: offloaded ones, and those that need copies of gradients or whole
-        matrices, if they may, so that not all copies exist at once."""
+        """Tell if a bucket is stepped separately: offloaded ones, and, if the optimizer allows it, those whose step
+        needs copies of gradients or whole matrices, so that not all copies exist at once."""
         return buffer.by_itself or (self.by_bucket and (buffer.upcast or self.alone.wants(buffer)))
 
     def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
         accumulator = self.gradients.of_bucket(buffer.bucket.index)
         assert accumulator is not None
-        averaged = accumulator.averaged  # already, as it rests
+        averaged = accumulator.averaged  # the resting sum is divided
         accumulator.sum.behind()
         try:
             self.alone.step(buffer, accumulator, given)

@@ -30,7 +30,7 @@ class Averages:
         return before
 
     def take_back(self, before: dict[int, Tensor]) -> None:
-        """Restore what the step `before` gave, since this one raised and may be repeated."""
+        """Restore what the last step gave (`before`), because this step raised and may be repeated."""
         self.given = before
 
     def enter(self, entries: Iterable[tuple[Fragment, Entry | None]]) -> None:
@@ -92,10 +92,10 @@ class Averages:
         return average if accumulator.sum.on_demand else self._views.setdefault(id(param), average)
 
     def _copied(self, buffer: Buffer, own: Tensor, like: Tensor) -> Tensor:
-        """Return a copy of a bucket's averages in another dtype, or where the optimizer is, until the step is over.
+        """Return a copy of a bucket's averages in the dtype and on the device of `like`, kept until the step is over.
 
-        It is not from malloc: the optimizer's first step would put its states above it, and freeing it would leave a
-        hole as large, for good.
+        Its memory is not from malloc: the optimizer's first step would allocate states above it, and freeing it would
+        leave a hole of its size in the heap, for good.
         """
         if buffer.bucket.index not in self._copies:
             self._copies[buffer.bucket.index] = buffer, self._copy(buffer, own, like)

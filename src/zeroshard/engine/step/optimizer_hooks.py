@@ -23,8 +23,8 @@ def stay_last(optimizer: Any, ours: int) -> None:
 
 
 def hook_steps(kind: Any) -> None:
-    """Wrap `step` of every class of the optimizer, as torch does for the first object of one: so that `super().step()`
-    runs the hooks in any case."""
+    """Wrap `step` of every class in the optimizer's MRO, as torch wraps that of a class at the first object of it,
+    so that `super().step()` runs the hooks in any case."""
     for each in kind.__mro__:
         step = vars(each).get("step")
         if each is not torch.optim.Optimizer and step is not None and not getattr(step, "hooked", False):
@@ -41,7 +41,7 @@ def own_step(kind: Any) -> Any:
 def closure_at(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str | None:
     """Return where in a step's arguments its closure is: the one of that name, else the first that can be called.
 
-    Other optimizers' steps take other arguments, and a closure's place may hold something that is none: then None.
+    Steps of optimizers outside torch take other arguments. If what is in the closure's place is no closure: None.
     """
     if len(args) == 1 and not kwargs:
         return None

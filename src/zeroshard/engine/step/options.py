@@ -60,7 +60,7 @@ def _fixed(value: Any) -> bool:
 
 
 def words(value: Any) -> Any:
-    """Return what ranks can compare of an option: its content; only the kind of objects and of tensors on a device."""
+    """Return what ranks can compare of an option: its content, or only the kind of an object or a device's tensor."""
     value = python_number(value)
     if _fixed(value):
         return value

@@ -52,10 +52,12 @@ class ForwardWatcher(Protocol):
     sends_always: bool  # are buffers sent before forwards that do not train, too?
 
     def before_forward(self, training: bool, *, compared: bool) -> None:
-        """Prepare a forward that begins: on all ranks if they have `compared` what must be equal, else on this one."""
+        """Prepare a forward that begins. compared: all ranks begin it and have compared what must be equal; else this
+        rank may run it alone."""
 
     def alike(self, training: bool) -> tuple[int, Callable[[], str]]:
-        """Digest what must be equal on every rank in a forward; and a text of what changed since they last agreed."""
+        """Return a digest of what must be equal on all ranks in a forward, and what makes a text of changes since they
+        last agreed."""
 
     def notice(self, *, replaced: bool = False) -> bool:
         """Notice writes to optimizers' fragments outside a step, and tell if there are any. replaced: look also for
@@ -68,7 +70,7 @@ class ForwardWatcher(Protocol):
         """Return the steps that may be under way: one for each optimizer."""
 
     def moved(self, buffer: Buffer) -> None:
-        """Have optimizers' fragments lie where a bucket's parameters rest now."""
+        """Point optimizers' fragments at the memory in which a bucket's parameters rest now."""
 
     def boundary(self) -> None:
         """Run actions that belong between two steps, where all ranks are at the same place."""
@@ -125,7 +127,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:
-        """Wrap a meeting, so that fragments written to before it on any rank are every rank's weights after it."""
+        """Wrap a meeting, after which edits of fragments that any rank made before it are published to every rank."""
         self.group.news = self.watcher.notice()
         with self.group.as_one():
             try:
@@ -184,8 +186,8 @@ class Schedule:
         return None
 
     def _elsewhere(self, unit: Unit | None = None) -> bool:
-        """Tell if another thread computes with this model. A forward there may have this thread compute `unit`, a part
-        of it: then not."""
+        """Tell if another thread computes with this model. False if its forward has this thread compute `unit`, a part
+        of that forward."""
         if self.forward.elsewhere():
             frames = self.forward.frames
             if unit is None or not frames or unit is frames[0].unit:
@@ -197,7 +199,7 @@ class Schedule:
         """End a unit's forward, after its normal end or an exception."""
         refused = not backward_is_running() and self._elsewhere(unit)
         if not refused and self.forward.has(unit):  # else it was refused before it began
-            # After a loss there is nothing to wait for, and the error that is under way has said so.
+            # After a lost collective there is nothing to wait for, and the error being raised has said so.
             with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
                 frame = self.forward.unwind(unit)
                 if not (frame.again or self.forward.frames):
@@ -210,7 +212,7 @@ class Schedule:
         self.recover()
         self.forward.grad = torch.is_grad_enabled()
         training = self.watcher.sends_always or (self.forward.grad and module.training)
-        # What gathers nothing and sends nothing, a rank may do alone.
+        # A rank may run a forward alone if it gathers and sends nothing.
         quiet = not (self.forward.grad or self.watcher.sends_always)
         alone = quiet and self.releases and any(each.pinned for each in self.units)
         if alone and (missing := [each for each in (unit, *unit.borrows) if each.released and not each.pinned]):
@@ -245,12 +247,12 @@ class Schedule:
         self.meet(self.forward.kind, self.group.number("forward"), unit.index, training, alike, facts=words)
 
     def _say_missing(self, unit: Unit) -> None:
-        """Note for other ranks, if they are at something else, that this rank's forward needs this unit."""
+        """Note, for the error if other ranks are at something else, that this rank's forward needs this unit."""
         what = f"the weights of {unit.name!r}" if unit.name else "weights of the model's own"
         self.group.progress.trouble = f"this rank's forward needs {what}, which gathered() did not name"
 
     def _demand(self, unit: Unit) -> None:
-        """Gather a unit that is needed now: if it is not gathered, a forward of this rank alone becomes all ranks'."""
+        """Gather a unit that is needed now. A forward of this rank alone that must gather becomes one of all ranks."""
         if self.forward.alone is not None and unit.released and not unit.pinned:
             begun, self.forward.alone = self.forward.alone, None
             self._say_missing(unit)
@@ -273,11 +275,11 @@ class Schedule:
         if raised:
             forward = f"forward {self.group.numbers['forward']}"
             self.group.progress.trouble = f"{forward} raised {type(error).__name__}: {error}"
-        # Asking the peers again after these would only wait for them again: the next verb does it otherwise.
+        # After an error that all ranks raise, or an interrupt, this would only wait again: the next verb recovers.
         if self.script.active and not (getattr(error, "agreed", False) or self.group.interrupted):
             self.script.finish()
         backwards = self.group.numbers["backward"]
-        if raised and self.forward.whole != backwards:  # else one that was ended before it may have its backward
+        if raised and self.forward.whole != backwards:  # else an earlier forward may still have its backward
             self.group.progress.left = self.group.progress.trouble
         elif error is None and self.forward.grad:
             self.forward.whole = backwards
@@ -301,7 +303,7 @@ class Schedule:
                     buffer.edits.follow()
 
     def _refuse_export(self) -> None:
-        """Refuse to be part of a program that torch makes of a forward: it would have no weights, or this rank's."""
+        """Refuse to be traced or exported: the program that torch makes would have no weights, or only this rank's."""
         tracing = torch._C._get_tracing_state() is not None
         if tracing or torch.compiler.is_exporting():
             raise StateError(
@@ -437,7 +439,7 @@ class Schedule:
     def levelled(self, drop: bool) -> None:
         self.script.forget()
         for unit in self.units:
-            for buffer in unit.buffers:  # gathered weights are not used again: some may be from a rank that stood in
+            for buffer in unit.buffers:  # do not use gathered weights again: a rank that stood in may have sent some
                 buffer.gathered.current &= buffer.resident
         self.reduction.order = sorted(self.reduction.contributions, reverse=True)
         if drop:

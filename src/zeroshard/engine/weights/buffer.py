@@ -1,11 +1,11 @@
 """One bucket on one rank: its states at rest, and the copy of its parameters that modules compute with.
 
-parameters   what rests of them: this rank's shard, or all of them         a `Flat`
-master       what the optimizer updates, where that is of another kind     a `Flat`, or the parameters themselves
+parameters   the elements at rest on this rank: its shard, or all          a `Flat`
+master       what the optimizer updates, if in another dtype or memory     a `Flat`; without one it updates `parameters`
 gradients    the running sum                                               a `Flat`
 gathered     the whole bucket, for as long as it is used                   a `Gathered`
-codec        how what rests becomes what is gathered                       a `Plain`, or a codec of its own kind
-edits        traces of writes into that by the program                     an `Edits`
+codec        turns the parameters at rest into the gathered copy           a `Plain`, or another codec
+edits        evidence that the program wrote into the gathered copy        an `Edits`
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Gatherer(Protocol):
         """Gather a bucket of which autograd needs a saved weight."""
 
     def moved(self, buffer: Buffer) -> None:
-        """Have optimizers' fragments lie where the bucket's parameters rest now."""
+        """Point the optimizers' fragments at the memory in which the bucket's parameters rest now."""
 
 
 class Place:
@@ -54,7 +54,7 @@ class Place:
     def __init__(self, buffer: Buffer, position: int) -> None:
         self.buffer = buffer
         self.position = position
-        self.apart: Tensor | None = None  # a gradient source by source, from `apart`, until it is taken
+        self.apart: Tensor | None = None  # gradients of each source, left by `apart`'s backward until taken
 
     @property
     def name(self) -> str:
@@ -104,11 +104,11 @@ class Buffer:
         codec: Callable[[Buffer], Plain] = Plain,
         native: bool = False,
     ) -> None:
-        """tiers: where "parameters", "gradients" and "optimizer" (here: the master) rest; else on the device.
+        """tiers: the tier of "parameters", "gradients" and "optimizer" (here: the master); by default the device.
 
-        saved: where autograd's saved tensors are looked up, so that those in this bucket are kept as notes.
-        codec: makes the codec of its parameters, where that is not of masters alone.
-        native: does the backend add up gradients? It adds in the dtype that is sent.
+        saved: the registry that keeps notes in place of tensors that autograd saves of this bucket.
+        codec: makes the codec of the parameters; `Cast` replaces it if only masters rest.
+        native: True if the backend adds up gradients itself, in the dtype that is sent.
         """
         self.bucket, self.params, self.align, self.placements = bucket, params, align, placements
         self.group = group
@@ -124,7 +124,7 @@ class Buffer:
         self.gathered = Gathered(bucket, params, self.dtype, tier)
         at = {state: resting.name for state, resting in self.tiers.items()}
         self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
-        self.parameters: Flat  # at rest; the masters where these are all that rests: `Cast`
+        self.parameters: Flat  # at rest; is `master` itself if only masters rest: `Cast`
         self.master: Flat | None = None
         self.edits = Edits(self)
         self.gradients: Flat | None = None
@@ -137,10 +137,11 @@ class Buffer:
     # --- construction -----------------------------------------------------------------------------------------------
 
     def adopt(self, flat: Tensor | None, givers: Sequence[int]) -> None:
-        """Move the parameters into flat storage, converted; masters are seeded before converting.
+        """Move the parameters into flat storage, converted; masters are seeded from the values before that.
 
-        After this every parameter is a view of `full`; with sharded parameters it is released. `flat` is storage that
-        the parameters are views of already, in their own dtype. givers: the rank whose values count, slot by slot.
+        Afterwards every parameter is a view of `full`; a bucket that is not `resident` is then released. flat: storage
+        that the parameters are views of already, in their own dtype. givers: for each slot, the rank that sends its
+        values to all others.
         """
         bucket = self.bucket
         source_dtype = self.formats.master if bucket.trainable else self.dtype
@@ -155,7 +156,7 @@ class Buffer:
         ledger.hold("staging", staged)
         if len(set(givers)) == 1:
             self.group.give_all(source, bucket, givers[0])
-        else:  # of which none is along an axis: those are on no rank's meta
+        else:  # some were on meta on some ranks, which parameters along an axis never are
             for slot, giver in zip(bucket.slots, givers, strict=True):
                 self.group.broadcast(source[slot.start : slot.stop], giver)
         if not self.resident:
@@ -223,7 +224,7 @@ class Buffer:
 
     @property
     def by_itself(self) -> bool:
-        """True if it is stepped apart from other buckets, because a state rests off the device or in halves."""
+        """True if the bucket is stepped separately: a state rests off the device, or its masters rest split."""
         return self.codec.alone or not all(tier.on_device for tier in self.tiers.values())
 
     @property
@@ -235,11 +236,11 @@ class Buffer:
 
     @property
     def owned(self) -> tuple[int, int]:
-        """Bucket elements [first, last) whose average this rank has at every stage: its shard, or its part of that."""
+        """Bucket elements [first, last) whose averaged gradient this rank has at every stage: its shard, or a part."""
         return self.bucket.held(self.team.seat, self.placements.owned)
 
     def among(self, slot: Slot) -> Among:
-        """Tell where a slot lies in its tensor, of which other teams may hold other parts."""
+        """Return where this team's part of a slot lies in the whole tensor; other teams may hold other parts."""
         shape, cut = self.team.seat.whole(slot.shape, slot.cut or 0), slot.cut or 0
         return Among(shape, self.team.seat.part * slot.numel, Strips.of(shape, cut, self.team.seat.parts))
 
@@ -250,7 +251,7 @@ class Buffer:
 
     @property
     def saves(self) -> tuple[int, int]:
-        """Bucket elements that this rank writes to a checkpoint: every element is some rank's."""
+        """Bucket elements that this rank writes to a checkpoint: every element is written by one rank."""
         return self.bucket.held(self.team.seat, SAVED)
 
     @property
@@ -269,7 +270,7 @@ class Buffer:
         return self.updating.of(*self.updated)
 
     def absent(self, numel: int) -> Tensor:
-        """Return elements like the target's that stand for some that are not in memory: NaN, all in one place."""
+        """Return a stand-in for target elements that are not in memory: one NaN, expanded to `numel` elements."""
         return home(self.full, self.tiers["optimizer"].device).view(self.updating.dtype)[0].expand(numel)
 
     # --- the gathered copy ------------------------------------------------------------------------------------------
@@ -299,11 +300,11 @@ class Buffer:
                     self._saved.watch(self)
                 self.users.begin(fresh=not kept)
                 self.land()
-                # Not a write that autograd should see: a view of weights that are still the same may be used.
+                # Autograd must not see this write (`alias`): saved views of unchanged weights stay valid.
                 landing = self.codec.landing(in_use=kept)
                 work = self.parameters.redistribute(alias(landing))
                 self.edits.came(self.full, self.codec.arriving, kept=kept)
-                work.hold(landing)  # the alias does not
+                work.hold(landing)  # alias does not own it
             else:
                 self.users.begin(fresh=False)
                 work = self.parameters.redistribute()
@@ -324,11 +325,11 @@ class Buffer:
 
     @property
     def meets(self) -> bool:
-        """True if no rank may go on from a step of this bucket until all have come to its end."""
+        """True if every rank must wait at the end of a step of this bucket until all ranks are there."""
         return self.codec.agrees or any(tier.meets for tier in self.tiers.values())
 
     def publish(self, *, overlap: bool) -> None:
-        """Bring owners' updates of replicated parameters to every rank. overlap: behind the running program."""
+        """Bring owners' updates of replicated parameters to every rank. overlap: do not wait for them to arrive."""
         self.parameters.share(self.placements.optimizer)
         if self.placements.optimizer and not self.placements.parameters:
             self.close()  # guarded until they have landed
@@ -338,12 +339,12 @@ class Buffer:
                 self.open()
 
     def published(self) -> None:
-        """Land, where that drops what this rank wrote itself, before the program can write to fragments again."""
+        """Land now if landing drops this rank's own writes: later it would drop the program's writes to fragments."""
         if self.parameters.rest.lands_at_once:
             self.land()
 
     def land(self) -> None:
-        """Wait for whatever is arriving, in each stream that asks."""
+        """Wait for gathers under way, in the current stream too; then decode them."""
         arrives = bool(self._work)
         while self._work:
             self._work[0].wait()
@@ -386,9 +387,9 @@ class Buffer:
     # --- replaced by the user -----------------------------------------------------------------------------------------
 
     def rebind(self) -> None:
-        """Copy what the program has set as `.data` of parameters into the bucket, and make them views of it again.
+        """Copy tensors that the program set as parameters' `.data` into the bucket; make parameters its views again.
 
-        Raises `UserError` for data of another kind, and where the program keeps memory that must be overwritten.
+        Raises `UserError` for data of another kind, and if the program holds old memory that must be overwritten.
         """
         if not (replaced := self.gathered.replaced()):
             return
@@ -423,7 +424,7 @@ class Buffer:
     # --- new weights ------------------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Cast the masters to the parameters that rest beside them; inside here()."""
+        """Cast the masters to the parameters that rest in addition to them; inside here()."""
         assert self.master is not None
         stored, master = self.parameters.of(*self.updated), self.master.tensor
         if stored.device == master.device:
@@ -432,7 +433,7 @@ class Buffer:
             cast = master.to(self.dtype)
             through = self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False)
             if cast is master:
-                through.wait()  # the next update writes to it
+                through.wait()  # the next update writes to master
             else:
                 given(cast, TO_THE_HOST)
         elif master.dtype == self.dtype:
@@ -447,6 +448,6 @@ class Buffer:
         self.generation += 1
         if not self.gathered.released:
             increment_versions(self.params)
-            if not self.resident:  # views of the gathered copy, which the program may hold
+            if not self.resident:  # invalidate views of the gathered copy too: the program may hold some
                 torch.autograd.graph.increment_version(self.full)
                 self.edits.not_an_edit()

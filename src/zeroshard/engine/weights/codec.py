@@ -1,15 +1,16 @@
-"""Codecs: how what rests of a bucket's parameters becomes what modules compute with, and how its gradients travel.
+"""Codecs: how a bucket's parameters at rest become the copy that modules compute with, and how its gradients travel.
 
-    Plain   parameters as modules compute with them; where they have masters, each step casts these to them
-    Cast    masters alone: a gather casts this rank's shard as it leaves
-    SplitOf parameters, and beside them the bits that they lack of their masters: `features/split_master.py`
-    E4M3    8 bits, and a scale for each tile, beside masters: `features/fp8_parameters.py`
+    Plain   parameters rest in the dtype that modules compute with; if they have masters, each step casts these to them
+    Cast    only masters rest; a gather casts this rank's shard when it sends it
+    SplitOf parameters rest, and the bits of their masters that they lack: `features/split_master.py`
+    E4M3    parameters rest in 8 bits, with a scale for each tile, and masters: `features/fp8_parameters.py`
 
-    Values  gradients as they are added up
+    Values  gradients in the dtype in which they are added up
     Codes   8 bits, and a scale for each block: `features/int8_gradients.py`
 
-A format that rests or travels in another way is a codec of its own. The bucket asks the first kind where a gather's
-bytes arrive, what they stand for, and what to do with an edit; a sum asks the second what to send, and what arrived.
+Another format at rest or on the way is another codec. The bucket asks a codec of parameters where a gather's bytes
+arrive, how to decode them, and what to do with an edit. A sum asks a codec of gradients how to encode what it sends,
+and how to decode what arrived.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ if TYPE_CHECKING:
 class Plain:
     """The codec of parameters that rest as modules compute with them."""
 
-    resident = True  # can what rests whole in the device's memory be what modules compute with?
-    of_masters = False  # is what rests always made of the masters, so that nothing else need be loaded?
-    agrees = False  # does encoding take an answer of all ranks, see `agree`?
-    alone = False  # is such a bucket stepped apart from others, since its masters are made for the moment?
+    resident = True  # can modules compute with the parameters at rest, if whole and on the device?
+    of_masters = False  # are parameters at rest always made from masters, so that a load restores only these?
+    agrees = False  # must all ranks communicate to encode? See `agree`
+    alone = False  # is such a bucket stepped separately, because its masters exist only while used?
     asks = False  # must the host know whether there are edits before it copies them?
 
     def __init__(self, buffer: Buffer) -> None:
@@ -42,7 +43,7 @@ class Plain:
 
     @property
     def beside(self) -> bool:
-        """True if parameters rest beside their masters, so that a step has to cast these back."""
+        """True if parameters rest in addition to masters, so that a step has to cast the masters to them."""
         return self.buffer.master is not None
 
     def encode(self, resting: Tensor, source: Tensor) -> None:
@@ -50,7 +51,7 @@ class Plain:
         resting.copy_(source[self.buffer.parameters.first : self.buffer.parameters.last])
 
     def look(self) -> None:
-        """Take from the masters what `agree` will ask, while a step of this bucket alone has them in memory."""
+        """Read from the masters what `agree` will need, while the separate step of this bucket has them in memory."""
 
     def forget(self) -> None:
         """Forget what `look` took: the masters have changed since."""
@@ -60,18 +61,18 @@ class Plain:
 
     @classmethod
     def agree(cls, codecs: Sequence[Plain]) -> None:
-        """Encode those buckets of `codecs` that have this one, with an answer of all ranks, in one message."""
+        """Encode the buckets of those `codecs` that are of this class; all ranks first agree, in one message."""
 
     # --- from what rests to what modules compute with -----------------------------------------------------------------
 
     @property
     def arriving(self) -> Tensor | None:
-        """This rank's part of a gather that is under way, if its digest will tell edits; else None."""
+        """This rank's part of the gather under way, if edits are found by a digest of it; else None."""
         return None
 
     @property
     def opened(self) -> Tensor | None:
-        """This rank's part of the open copy, if its digest will tell edits; else None."""
+        """This rank's part of the open copy, if edits are found by a digest of it; else None."""
         return self.arriving
 
     def landing(self, *, in_use: bool) -> Tensor:
@@ -79,10 +80,10 @@ class Plain:
         return self.buffer.full
 
     def decode(self) -> None:
-        """Make the gathered copy of what has landed."""
+        """Decode what has landed into the gathered copy."""
 
     def recovery_copy(self) -> Tensor:
-        """Return a whole bucket with this rank's shard in it, as it travels, so that ranks in a gather get this."""
+        """Return a whole bucket, in the format that travels, with this rank's shard in it, for peers in a gather."""
         buffer = self.buffer
         if buffer.resident or not buffer.gathered.released:
             return buffer.full
@@ -102,7 +103,7 @@ class Plain:
         return self.buffer.edits.take_back(asked=asked)
 
     def before_taking_back(self) -> None:
-        """Copy edits of the gathered copy to masters that what rests is needed for."""
+        """Copy edits of the gathered copy to masters whose values depend on the parameters at rest."""
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
         """Copy edits of these parameters, which rest, to their masters. Returns if there were any."""
@@ -133,14 +134,14 @@ class Message(Protocol):
     dtype: torch.dtype  # of these
 
     def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        """Return what is sent: `values`, or memory that `take` made (of so many elements, in a dtype)."""
+        """Return what is sent: `values` itself, or memory made by `take(numel, dtype)`."""
 
     def decode(self, piece: Tensor) -> Any:
-        """Return what arrived, 1-D, as numbers to add up: a tensor, or what its slices decode to."""
+        """Return what arrived, 1-D, as numbers to add up: a tensor, or an object whose slices decode to tensors."""
 
 
 class Values:
-    """The format of contributions that travel as they are added up."""
+    """The format of contributions that travel in the dtype in which they are added up."""
 
     def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
         self.bucket = bucket

@@ -1,8 +1,10 @@
-"""Edits of a bucket's weights, found and followed before weights are released, stepped, saved or gathered anew.
+"""The program's edits of a bucket's weights: found, and copied to the parameters at rest and to the masters, before
+weights are released, stepped, saved or gathered anew.
 
-The program may write into an open parameter at any time, so the only proof is in the bits: a digest of the parameters,
-taken when they were last the cast of the masters. Mostly none is needed, because no code could reach the gathered copy.
-On a device a step does not ask at all, since it would wait for the answer: it copies edits, whatever they are.
+The program may write into an open parameter at any time, so only the bits prove an edit: they are compared by a digest
+that was taken when the parameters were last the cast of the masters. Mostly no digest is needed, because no code could
+reach the gathered copy. On a device a step does not ask if there are edits, because the host would wait for the answer:
+it copies without knowing.
 """
 
 from __future__ import annotations
@@ -37,14 +39,14 @@ class Edits:
         return fingerprint(params, anywhere=self._buffer.codec.asks)
 
     def came(self, full: Tensor, mine: Tensor | None, *, kept: bool) -> None:
-        """Take note of a new gathered copy. kept: it is in memory that something still refers to. mine: this rank's
-        part of it, if its digest will be needed."""
+        """Take note of a new gathered copy. kept: its memory was not released before, because something may still refer
+        to it. mine: this rank's part of the copy, if its digest will be needed."""
         self.reachable = kept
         self._agreed = self._digest(mine) if mine is not None and kept else None
         self._version = full._version
 
     def opened(self, full: Tensor, mine: Tensor | None) -> None:
-        """Take note that the gathered copy may be edited from now on. A backward may have written to a saved weight."""
+        """Take note that the gathered copy may be edited from now on. A backward may have written to it already."""
         if mine is not None and not self.reachable:
             self._agreed = None if full._version != self._version else self._digest(mine)
         self.reachable = True
@@ -54,7 +56,7 @@ class Edits:
         self.reachable |= full._version != self._version
 
     def not_an_edit(self) -> None:
-        """Discount a raise of the gathered copy's version by the engine, which told autograd of new weights."""
+        """Discount the engine's own increment of the gathered copy's version, which told autograd of new weights."""
         self._version += 1
 
     def agree(self, params: Tensor | None) -> None:
@@ -67,16 +69,17 @@ class Edits:
         return now is not None and not _told(differ(now, self._agreed))
 
     def differ(self, params: Tensor) -> bool | Tensor:
-        """Tell if these have another digest than the masters' last known cast; not if neither of the two is known. On a
-        device the answer stays there."""
+        """Tell if the digest of these parameters differs from that of the masters' last known cast; False if neither
+        is known. On a device the answer stays there."""
         return differ(self._digest(params), self._agreed)
 
     # --- what is done with an edit ------------------------------------------------------------------------------------
 
     def follow(self, *, asked: bool = True) -> None:
-        """Copy edits of the gathered copy to what rests and to masters, and count them as new weights.
+        """Copy edits of the gathered copy to the parameters at rest and to masters, and count them as new weights.
 
-        If not `asked`, here and below, the host does not wait for a device: edits are copied, but it may return False.
+        If not `asked`, here and below, the host does not wait for a device: edits are copied, but a method may return
+        False although there were some.
         """
         kept = self.keep(asked=asked)
         if self.seed_master(asked=asked) or kept:
@@ -135,9 +138,9 @@ class Edits:
             self.agree(buffer.parameters.of(*buffer.updated))
 
     def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
-        """Copy to the master the parameters that are not its cast. Returns if anything was edited; see `reseed_`.
+        """Copy to the master the elements that are not its cast. Returns if anything was edited; see `reseed_`.
 
-        A digest is only kept up, never begun, here.
+        A digest that is known is renewed; an unknown one is not taken here.
         """
         state = self._buffer.master
         assert state is not None
@@ -151,19 +154,19 @@ class Edits:
                 return edited
 
     def _brought(self, params: Tensor, master: Tensor) -> Tensor:
-        """Return the parameters that the masters may have to follow where these are."""
+        """Return `params` on the master's device, so that edits can be copied to the master."""
         buffer = self._buffer
         if params.device == master.device:
             return params
         if master.is_cpu:
             return buffer.tier.fetch(params, params.dtype)
-        brought = torch.empty_like(params, device=master.device)  # of those that rest
+        brought = torch.empty_like(params, device=master.device)  # params rest on the host
         buffer.parameters.rest.give(buffer.updated[0] - buffer.parameters.first, brought)
         return brought
 
 
 def _told(answer: bool | Tensor) -> bool:
-    """Ask a device for what it has found."""
+    """Return an answer, waiting if a device has it."""
     return bool(ask(answer)) if isinstance(answer, Tensor) else answer
 
 

@@ -3,7 +3,7 @@
 Parameters, masters, gradients and optimizer states are all this:
 
     a Flat is   some elements of a bucket    all of them, a shard or a part of one: its degree (`layout/stage.py`)
-                in a number format           its dtype; what rests may be another (`features/split_master.py`)
+                in a number format           its dtype; at rest it may be encoded (`features/split_master.py`)
                 resting in a tier            the device, host memory, or a file
                 of a team of ranks           those that hold the other shards, or copies
 
@@ -12,7 +12,7 @@ Parameters, masters, gradients and optimizer states are all this:
     of           a view of some of the elements, inside here()                    nothing
     part         the same elements, wherever they rest                            nothing
     redistribute sends every owner's elements to all ranks of the team            the tier and the team
-    share        sends every replica's part of a shard to all replicas            the tier and the ranks of a position
+    share        sends every replica's part of a shard to all replicas            the tier and the replicas
 
 Indices are the bucket's own everywhere: no caller needs to know where a Flat begins.
 """
@@ -38,7 +38,7 @@ from ...tiers.tier import Part, Pinned, Rest, Tier
 class Flat:
     """The elements [first, last) of a bucket that rest on this rank as one of its states."""
 
-    by_part = False  # does each replica keep up a part only of its shard?
+    by_part = False  # does each replica maintain only a part of its shard?
 
     def __init__(
         self, bucket: Bucket, group: Group, rest: Rest, dtype: torch.dtype, degree: Degree, state: str = ""
@@ -51,13 +51,13 @@ class Flat:
         self.degree = degree
         self.state = state  # what the ledger calls it
         self.first, self.last = bucket.held(self.team.seat, degree)
-        self.owned = bucket.held(self.team.seat, max(degree, Degree.TEAM))  # what this rank keeps up of that
+        self.owned = bucket.held(self.team.seat, max(degree, Degree.TEAM))  # the part that this rank maintains
 
     @classmethod
     def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
         """Make a Flat of zeros in a tier."""
         flat = cls(bucket, group, None, dtype, degree, state)  # type: ignore[arg-type]
-        # Last: after an interrupt behind it a file would keep room, which is counted, for a state that nobody has.
+        # Reserve last: if an interrupt came after this, a file would keep counted room for a state that nobody has.
         flat.rest = tier.rest(state, bucket.index, flat.last - flat.first, dtype)
         return flat
 
@@ -74,7 +74,7 @@ class Flat:
 
     @property
     def own(self) -> Tensor:
-        """The elements that this rank keeps up, 1-D; inside here()."""
+        """The elements that this rank maintains (`owned`), 1-D; inside here()."""
         return self.of(*self.owned)
 
     def part(self, first: int, last: int) -> Part:
@@ -85,17 +85,17 @@ class Flat:
 
     @property
     def on_demand(self) -> bool:
-        """True if only `here()` makes `tensor` what it should be."""
+        """True if `tensor` is valid only inside `here()`."""
         return self.rest.on_demand
 
     @property
     def on_device(self) -> bool:
-        """True if it is in the device's memory at any time."""
+        """True if `tensor` is always in the device's memory."""
         return self.rest.on_device and not self.rest.on_demand
 
     @property
     def pinned(self) -> bool:
-        """Tell if the device copies from and to its memory behind the program."""
+        """Tell if it is in pinned memory, which the device copies asynchronously."""
         return isinstance(self.rest, Pinned)
 
     @contextlib.contextmanager
@@ -120,21 +120,21 @@ class Flat:
     def redistribute(self, to: Tensor | None = None, *, kept: bool = True) -> Work:
         """Send every owner's elements to all ranks of the team: the whole bucket into `to`, or to where it rests.
 
-        to: 1-D, on the device; its dtype is the one that travels. It is filled once the work was waited for. What rests
-            whole on every rank is copied there and not sent.
-        kept: without `to`, keep what arrives where it rests. What rests off the device is there on return.
+        to: 1-D, on the device; elements travel in its dtype. It is filled once the work was waited for. A bucket that
+            every rank has whole is copied to `to` and not sent.
+        kept: without `to`, keep what arrives where it rests. If that is off the device, all is there on return.
 
-        A rank that cannot bring its part to `to` reports the error, and takes part nevertheless: others wait for it.
+        A rank that cannot copy its part to `to` reports the error and still takes part, because others wait for it.
         """
         if to is not None:
             here = self.degree is Degree.RANK
             first, last = (0, self.bucket.numel) if here else self.owned
-            aside = streams(to.device) and not self.on_device  # what computes meanwhile does not wait for it
+            aside = streams(to.device) and not self.on_device  # on a side stream: computation does not wait for it
             with behind(TO_THE_DEVICE, to.device) if aside else contextlib.nullcontext():
                 self.copy(first, to[first:last])
                 work = Work() if here else self.send(to)
                 return work.after(event(to.device)) if aside else work
-        if self.rest.on_device:  # one that passes is there: the caller has it here()
+        if self.rest.on_device:  # a `Passing` rest too: the caller is inside its here()
             return self.rest.gather(self.team, self.bucket, self.state)
         if streams(self.team.device) and not self.on_demand:
             moved = torch.empty(self.bucket.numel, dtype=self.dtype, device=self.team.device)
@@ -154,7 +154,7 @@ class Flat:
         if self.by_part:
             self._complete(whole[slice(*self.bucket.shard(self.team.position))])
         elif self.degree is Degree.ALL:
-            assert self.team.by_levels is not None  # two levels are a feature, which is here
+            assert self.team.by_levels is not None  # set by the feature of two levels
             return self.team.by_levels(self.team, whole, self.bucket, self.state)
         return self.team.gather(whole, self.bucket, self.state)
 
@@ -182,14 +182,14 @@ class Flat:
         self.team.column.share(shard, self.bucket, self.state).wait()
 
     def settle(self) -> None:
-        """Read what owners wrote, where all ranks read one memory, and drop what else this rank wrote."""
+        """Where all ranks read one memory, publish what owners wrote, and drop this rank's other writes."""
         if self.rest.lands_at_once:
             self.redistribute().wait()
 
     def take(self, values: Tensor, *, fresh: bool) -> DeviceEvent:
-        """Replace what is owned by values of the device, which must stay what they are until the event that it returns.
+        """Replace the owned elements by values from the device, which must not change until the event that it returns.
 
-        fresh: nothing else that rests here counts.
+        fresh: other elements at rest here may be lost.
         """
         with self.copied(values.nbytes, leaves=True):
             return self.rest.take(self.owned[0] - self.first, values, fresh=fresh)
@@ -201,7 +201,7 @@ class Flat:
 
     @contextlib.contextmanager
     def copied(self, nbytes: int, *, leaves: bool = False) -> Iterator[None]:
-        """Note a copy of what rests here, which runs inside. leaves: from the device, as `sent` says; else to it."""
+        """Note a copy that runs inside the block. leaves: from the device, so its bytes are `sent`; else to it."""
         sent = nbytes if leaves else 0
         copied = self.team.ledger.note("copy", state=self.state, bucket=self.bucket.index, logical=nbytes, sent=sent)
         yield
@@ -213,7 +213,7 @@ class Flat:
         On a `TierError` it is reported, and `to` is filled with NaN.
         """
         try:
-            # Where a device reads by itself nobody waits for what it has written there: it does.
+            # A device that reads pinned memory waits for its own writes there; the host need not.
             with contextlib.nullcontext() if self.pinned else self.here(changed=False), self.copied(to.nbytes):
                 self.rest.give(first - self.first, to)
         except TierError as error:

@@ -23,12 +23,12 @@ class Frame:
     """One running forward of a unit."""
 
     unit: Unit
-    module: nn.Module  # of the unit's, the one that was called
+    module: nn.Module  # the unit's module that was called
     again: bool  # is it computed once more, in backward?
-    inputs: Any = None  # of its call, as a feature that asks for them refers to them
+    inputs: Any = None  # of its call, in the form that a feature keeps if it needs them
     opened: list[Unit] = dataclasses.field(default_factory=list)
     pushed: bool = False
-    cached: bool | None = None  # did autocast keep casts before it, if it does not inside?
+    cached: bool | None = None  # if it switches autocast's cache: was that on before?
     event: Event | None = None
     profiled: contextlib.AbstractContextManager[Any] = dataclasses.field(default_factory=contextlib.nullcontext)
     thread: int = dataclasses.field(default_factory=threading.get_ident)
@@ -46,7 +46,7 @@ class Forward(Transaction):
         self.frames: list[Frame] = []
         self.grad = False  # was it called in grad mode?
         self.whole = -1  # how many backwards had begun when the last forward in grad mode ended without an exception
-        self.alone: Unit | None = None  # the unit that it begins with, if no other rank need take part in it
+        self.alone: Unit | None = None  # its first unit, if this rank may run it alone
         self._held: list[Unit] = []  # units of several modules that stay open between their modules' forwards
         self._last: Unit | None = None  # the unit that it left last
 
@@ -66,8 +66,8 @@ class Forward(Transaction):
         return any(frame.unit is unit and frame.thread == threading.get_ident() for frame in self.frames)
 
     def begin(self, frame: Frame) -> None:
-        """Begin a forward inside those that run. Another thread may compute a part of one, but not beside a third."""
-        self.frames.append(frame)  # first: two threads may be here at once, and one of them sees the other's
+        """Begin a forward inside the running ones. On another thread it must be of a submodule of the innermost one."""
+        self.frames.append(frame)  # before the check: if two threads are here at once, one sees the other's
         at = self.frames.index(frame)
         if not at or (other := self.frames[at - 1]).thread == frame.thread:
             return
@@ -85,9 +85,9 @@ class Forward(Transaction):
         return bool(self.frames) and self.frames[-1].unit is unit
 
     def come_to(self, unit: Unit) -> None:
-        """Let go of units that are held for their next module, but for this one and the one that was left last.
+        """Let go of units that are held open for their next module, except `unit` and the unit that was left last.
 
-        So each is gathered once where a model uses its modules in order, or those of two lists in turns.
+        So each unit is gathered once if a model calls its modules in order, or modules of two lists in turns.
         """
         for each in [each for each in self._held if each is not unit and each is not self._last]:
             self._held.remove(each)
@@ -107,7 +107,7 @@ class Forward(Transaction):
             unit.release()
 
     def unwind(self, unit: Unit | None) -> Frame:
-        """Leave the innermost forward of `unit`, and with it those inside it that an interrupt never let end."""
+        """Leave the innermost forward of `unit`, and the forwards inside it that an interrupt kept from ending."""
         while self.frames:
             frame = self.frames.pop()
             frame.profiled.__exit__(None, None, None)
@@ -131,11 +131,11 @@ class Forward(Transaction):
         return frame
 
     def keep_no_casts(self, frame: Frame) -> None:
-        """Have autocast cast released weights anew at each use, in a forward without grad.
+        """Switch autocast's cache off in a forward without grad of released weights: each use casts them anew.
 
-        Its cache keeps a 16-bit copy of each weight until autocast ends: then without grad it is all that it holds of
-        released weights. It is the thread's and not the model's, so it must not be cleared: autograd adds up a weight's
-        gradients in 16 bits at its one copy, and another model may share copies between two forwards.
+        The cache keeps a 16-bit copy of each weight until autocast ends, so it would hold copies of all released
+        weights. It must not be cleared instead, because it belongs to the thread and not to the model: autograd adds up
+        a weight's gradients in 16 bits at the one copy, and another model may share copies between two forwards.
 
         With grad the cache stays on, also in a forward with grad inside one without.
         """

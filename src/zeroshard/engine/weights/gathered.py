@@ -10,17 +10,17 @@ Parameters that are replicated on the device (`resident`) start OPEN and leave i
 arriving. All others, sharded or resting in another tier, are gathered for use and released after it.
 
 Note *memory is given back when nothing else holds it*: gathering takes memory from the tier and makes the parameters
-views of it, releasing gives it back for others to write to. Hence only when nothing but our own views holds the storage
-(its use count is the baseline) and no parameter has more references than before (if autograd may have saved one by
-itself, also those in C++, where every graph holds its leaves). Memory kept for that reason counts as not gathered: the
-next use gathers again, into the same place.
+views of it, releasing gives it back for others to write to. So a bucket is released only if nothing but our own views
+holds the storage (its use count is the baseline) and no parameter has more references than before. If autograd may have
+saved a parameter itself, references in C++ count too, where every graph holds its leaves. Memory that is kept for such
+a reason counts as not gathered: the next use gathers again, into the same memory.
 
 Note *the program keeps what it has replaced*: after `old = param.data; param.data = other` plain PyTorch leaves `old`
 as it is, so that `param.data = old` brings it back. Our parameters lie in one memory, where a copy of `other` would
 overwrite `old`. So if anything may hold that memory, the bucket moves to new memory and leaves the old one to it.
 
-Note *no way leads to memory that is gone*: some of torch's C++ asks no Python class first. So the parameters themselves
-point at `placeholder` while released; the guard answers for their strides.
+Note *no way leads to memory that is gone*: some C++ functions of torch bypass the guard's Python class. So a released
+parameter itself points at `placeholder`; the guard answers what its strides are.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _LEGAL = {
 
 
 def _references(params: list[Any]) -> list[int]:
-    """Count Python references to parameters, but for torch's own while C++ (a graph, say) holds the tensor too."""
+    """Count Python references to parameters, less the one of torch's own while C++ (a graph, say) holds the tensor."""
     return [sys.getrefcount(param) - (_CPP_COUNTS and param._use_count() > 1) for param in params]
 
 
@@ -80,7 +80,7 @@ _CPP_COUNTS = _cpp_counts()
 
 @functools.cache
 def placeholder(device: torch.device) -> Tensor:
-    """Return the bytes that every element of every released parameter lies at: NaN in any floating dtype."""
+    """Return the bytes that all elements of all released parameters share: NaN in any floating dtype."""
     return _made(device)
 
 
@@ -89,15 +89,15 @@ def _made(device: torch.device) -> Tensor:
 
 
 def home(full: Tensor, device: torch.device) -> Tensor:
-    # A simulation's tensors must not outlive it, so it has one of its own.
+    # A simulation has a placeholder of its own: its tensors must not outlive it.
     return (_made if simulated(full) else placeholder)(device)
 
 
 def alias(flat: Tensor) -> Tensor:
     """Return the same memory under another storage object, which does not count as a reference to the first.
 
-    A process group's threads drop their tensors a moment after they report completion; counted, that moment would
-    keep a released bucket's memory now and then.
+    A process group's threads drop their tensors a moment after they report completion. If these references counted,
+    a bucket could sometimes not be released.
     """
     if simulated(flat):
         return flat
@@ -113,7 +113,7 @@ def point(tensor: Any, data: Tensor) -> None:
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
-    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # C++ has them beside the data
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # in the C++ tensor, which is swapped
     data = data.data  # with a version counter of its own
     other = nn.Parameter(data, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else data
     torch._C._swap_tensor_impl(tensor, other)
@@ -129,7 +129,7 @@ class Gathered:
         self.dtype = dtype
         self.tier = tier
         self.of_model: Sequence[Gathered] = (self,)  # those of all buckets
-        self.frozen = 0  # objects that the collector does not show, and that refer to nothing here
+        self.frozen = 0  # number of objects that gc.freeze() hid before sharding: none has views of this
         self.state = GatheredState.OPEN
         self.current = True  # are these the weights that a gather would bring?
         self.full: Tensor
@@ -186,7 +186,7 @@ class Gathered:
         before, self.counted = self.counted, "prefetch" if ahead else "gather"
         if self.views is self._shapes:
             self._lie_in(self.tier.reserve(self.counted, self.bucket.numel, self.dtype, zeroed=False))
-        else:  # an exception ended a gather after it took this, or a release: some parameters may lie elsewhere
+        else:  # memory is still held, after an exception in a gather or release: some parameters may point elsewhere
             self._point(self.views)
             self.tier.ledger.rename(before, self.counted, self.nbytes)
         self.note_holders()
@@ -197,7 +197,7 @@ class Gathered:
         self._references = _references(self.params)
 
     def arriving(self) -> None:
-        """Take note that new weights are on their way; if the parameters are open these are replaced while in use."""
+        """Take note that new weights are on their way. Open parameters stay open, and are overwritten while in use."""
         if self.state is not GatheredState.OPEN:
             self._move(GatheredState.ARRIVING)
         self.current = True
@@ -210,8 +210,8 @@ class Gathered:
     def open(self) -> bool:
         """Make guarded parameters plain. Returns if they were guarded before.
 
-        Here and in `close` an interrupt leaves some that are guarded though the bucket is open, which a touch mends
-        (`Place.touch`), and none that can be read though it is not.
+        An interrupt here or in `close` may leave parameters guarded although the bucket is open, which a touch repairs
+        (`Place.touch`). It never leaves a parameter readable although the bucket is not open.
         """
         if self.state is not GatheredState.GUARDED:
             return False
@@ -253,9 +253,9 @@ class Gathered:
         """Point the parameters at the placeholder, and give the memory back to the tier."""
         self._move(GatheredState.RELEASED)
         self._point(self._absent)
-        self._placeholder.fill_(0xFF)  # torch lets `fill_` through where every element is the same one
+        self._placeholder.fill_(0xFF)  # repair it: torch allows the program's `fill_` on an expanded element
         full, self.full, self.views = self.full, self._placeholder.view(self.dtype)[:1], self._shapes
-        self.tier.give_back(self.counted, full)  # last: whoever has it next must not share it with these
+        self.tier.give_back(self.counted, full)  # last: its next user must not share it with the parameters
 
     # --- replaced by the user ---------------------------------------------------------------------------------------
 
@@ -272,7 +272,7 @@ class Gathered:
                 if param.data_ptr() != view.data_ptr() or not param.is_contiguous():
                     self._check_replaced(index, param.data)
                     found.append(index)
-        if not found:  # fewer than noted where an optimizer has let fragments go
+        if not found:  # an optimizer may have dropped fragments: then fewer hold it
             self._uses = min(self._uses, self._holders())
         return found
 
@@ -309,11 +309,11 @@ class Gathered:
                 param.data = view
 
     def move(self, full: Tensor, replaced: Sequence[int]) -> Callable[[], None]:
-        """Have the bucket lie in `full` from now on, 1-D, with the same weights; `replaced` as in `rebind`.
+        """Move the bucket to the memory `full`, 1-D, with the same weights; `replaced` as in `rebind`.
 
-        What the program keeps of the old memory stays what it is: note *the program keeps what it has replaced*.
-        Returns what to call once nothing of the engine's lies in the old memory: it has views of parameters that were
-        not replaced, which the program may keep too, be views of these again.
+        What the program holds of replaced data stays as it is: note *the program keeps what it has replaced*. Returns
+        a function to call once no tensor of the engine lies in the old memory. It moves the views that the program may
+        hold of parameters that were not replaced, so that they are views of these again.
         """
         left = {index for index, slot in enumerate(self.bucket.slots) if slot.numel and index not in replaced}
         if left and gc.get_freeze_count() > self.frozen:
@@ -339,9 +339,9 @@ class Gathered:
         return follow
 
     def _follow(self, tensor: Any, left: Container[int]) -> None:
-        """Have a tensor in the old memory lie in the new one, if it is of a parameter that was `left` in place.
+        """Move a tensor from the old memory to the new one, if it is of a parameter that was not replaced (in `left`).
 
-        An array of NumPy's that refers to the tensor goes on reading the old memory, which therefore stays with it.
+        A NumPy array that refers to the tensor still reads the old memory, so the tensor keeps the old memory alive.
         """
         index = slot_at([slot.start for slot in self.bucket.slots], int(tensor.storage_offset()))
         if index in left and tensor.dtype == self.dtype and tensor.grad_fn is None:

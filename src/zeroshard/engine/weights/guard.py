@@ -10,15 +10,16 @@ what torch's own `UninitializedParameter` does. An open parameter is a plain `nn
 `saved_tensors_hooks` keeps, instead of a parameter (or a view of one), a `SavedWeight` note of where it was;
 unpacking the note gathers the unit. Three hazards, each met below:
 
-- Only the topmost pair of hooks runs, so whatever is not ours goes to the pair below; activation checkpointing is
-  such a pair, and without this every activation would be kept. Weights go there too: checkpointing counts them, and a
-  pair of the program's may round them. Of what it returns the parts that are a weight's memory are kept as notes.
+- Only the topmost pair of hooks runs, so ours passes tensors that are no weights to the pair below; activation
+  checkpointing is such a pair, and without this every activation would be kept. Weights are passed on too:
+  checkpointing counts them, and a pair of the program's may round them. If that pair returns tensors in a weight's own
+  memory, notes are kept in their place.
 - Hooks switch autograd's own version check off, so versions are compared here.
 - A step between forward and backward would silently use new weights, so notes carry the weights' generation.
 
-`torch.func` allows no hooks: ours step aside for it (`_without_ours`). What autograd saves then is the parameter
-itself, so its memory stays until no graph holds it (`Source.unnoted`). And whatever is done for a transform's sake is
-done `outside` of it: memory made inside would be one of its own wrappers, and gone with it.
+`torch.func` allows no hooks: ours are popped while it runs (`_without_ours`). Autograd then saves the parameter
+itself, so its memory stays until no graph holds it (`Source.unnoted`). What the engine does inside a transform, it does
+`outside` of it: a tensor made inside would be one of the transform's own wrappers, and gone with it.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def _conversion(func: Any, args: Any, kwargs: Any) -> tuple[torch.device | None,
 
 
 def _refused_conversion(func: Any, args: Any, kwargs: Any) -> ReleasedError | None:
-    """Return the error if this converts or moves a parameter whose values are elsewhere; None if it does not."""
+    """Return the error for a call that converts or moves a parameter that is not gathered; None for other calls."""
     if (found := _conversion(func, args, kwargs)) is None:
         return None
     device, dtype, memory_format = found
@@ -132,14 +133,14 @@ def _refused_conversion(func: Any, args: Any, kwargs: Any) -> ReleasedError | No
 
 
 def said_at_shard(dtype: torch.dtype | None, device: torch.device | None) -> str:
-    """Return what to write for a model of another dtype, on another device, or both."""
+    """Return advice on how to get a sharded model of another dtype, on another device, or both."""
     said = [f"precision=Precision(param_dtype={dtype})"] * (dtype is not None)
     said += [f'device="{device}"'] * (device is not None)
     return f"shard(..., {', '.join(said)}); or model.to(...) before shard(...)"
 
 
 def not_given(param: Tensor) -> str:
-    """Return what to write if an optimizer of the whole parameter is stepping, which `shard` was not given; else ""."""
+    """Return advice if an optimizer that `shard` was not given is stepping the whole parameter; else ""."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         who = frame.f_locals.get("self")
@@ -193,7 +194,7 @@ def unflip(param: nn.Parameter) -> None:
 
 @functools.cache
 def cover_constructors() -> None:
-    """Functions of torch that are C++ and ask no class are routed past the guard, once something can be released.
+    """Have C++ functions of torch that bypass the guard's class touch guarded parameters, once any can be released.
 
     Types and descriptors cannot be wrapped: `torch.Tensor(p)`, `torch.FloatTensor(p)` and `tensor.data = p` of a
     released parameter give NaN.
@@ -237,9 +238,10 @@ _WITH_FAST_PATHS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multih
 def keep_fast_paths(model: nn.Module) -> None:
     """Let torch's fused evaluation of attention run at every stage if it runs at one.
 
-    Its modules take another path, with other numbers (altogether others at padded positions), if their parameters, or
-    their first layer's, are of a subclass: so these are opened before. A single layer takes it also if anything in it
-    has hooks, as units have. If nothing has, its unit is open already, and gets no hook here.
+    Its modules leave the fused path for one with other results (entirely others at padded positions) if their
+    parameters, or their first layer's, are of a subclass: so a hook opens these parameters first. A single layer also
+    leaves it if any module in it has hooks, as units have. If none has, its unit is open already, and the layer gets no
+    hook here.
     """
     without: set[nn.Module] = set()
     for module in model.modules():
@@ -258,7 +260,7 @@ def _open_for_fast_path(module: Any, args: Any) -> None:
     asked = module.layers[0] if isinstance(module, nn.TransformerEncoder) else module
     params = [*asked.parameters()]
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
-        return  # nor does it run of a plain model
+        return  # a plain model does not take it here
     for param in params:
         if isinstance(param, Guarded):
             param._zeroshard.touch(param)  # type: ignore[attr-defined]
@@ -304,7 +306,7 @@ def _version_of(source: Source, slot: int) -> int:
 
 
 class SavedWeight(NamedTuple):
-    """Instead of a parameter (or a view of one): where it was. A tensor again once its unit is gathered."""
+    """A note in place of a parameter (or a view of one): where it was. A tensor again once its unit is gathered."""
 
     keeper: SavedTensors
     source: Source
@@ -346,7 +348,7 @@ class SavedWeight(NamedTuple):
 
 
 class SavedPart(NamedTuple):
-    """Instead of a `DTensor` (`tensor_parallel.py`): a note of its local tensor, and what makes one of it again."""
+    """A note in place of a saved `DTensor` (`tensor_parallel.py`): its local tensor's note, and how to remake it."""
 
     note: SavedNote
     made: Callable[..., Tensor]
@@ -357,7 +359,7 @@ class SavedPart(NamedTuple):
 
 
 class SavedItself(NamedTuple):
-    """A tensor that is not ours and that no other pair of hooks wants: kept, with the version it had."""
+    """A saved tensor that is no weight, with no other pair of hooks to take it: kept, with the version it had."""
 
     tensor: Tensor
     version: int
@@ -373,7 +375,7 @@ class SavedItself(NamedTuple):
 
 
 def check_version(tensor: Tensor, version: int, dtype: torch.dtype, shape: torch.Size) -> None:
-    """Raise PyTorch's error if what was saved has been edited since. tensor: any that has its version counter."""
+    """Raise PyTorch's error if a saved tensor was edited since. tensor: any that shares its version counter."""
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -393,7 +395,7 @@ class OuterHooks(NamedTuple):
 
 
 class PackedWeight(NamedTuple):
-    """What a pair of hooks of the program's returned for a weight: notes in place of what is the weight's memory."""
+    """What the program's pair of hooks returned for a weight, with notes in place of tensors in the weight's memory."""
 
     leaves: list[Any]
     tree: Any
@@ -415,7 +417,7 @@ def _unpack(note: SavedNote) -> Tensor:
 
 
 class _Packing(functools.partial[Any]):
-    """The first of a pair of hooks that is ours. Its argument is the pair below it, or None."""
+    """The pack function of one of our pairs of hooks. Its argument is the pair below that, or None."""
 
     keeper: SavedTensors
 
@@ -429,10 +431,10 @@ class SavedTensors:
     def __init__(self) -> None:
         self.default: Callable[[Tensor], SavedNote] = outside(
             SavedItself.of
-        )  # what is not ours and no other pair of hooks wants
-        self.inputs: Callable[[Any, Any], Any] = lambda args, kwargs: None  # how a forward's frame refers to its own
+        )  # for tensors that are no weights, without another pair of hooks
+        self.inputs: Callable[[Any, Any], Any] = lambda args, kwargs: None  # how a forward's frame keeps its inputs
         self._sources: dict[int, Source] = {}
-        self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # a graph calls it with its own
+        self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # graphs pass their own tensors
         self._alone = self._pair(None)
 
     def _pair(self, below: Pair | None) -> Pair:
@@ -481,13 +483,13 @@ class SavedTensors:
         source = self._source_of(tensor)
         if source is None:
             return self.default(tensor) if below is None else OuterHooks(below[0](tensor), below[1])
-        while below is not None and _is_ours(below):  # another model's: these weights are not its own
+        while below is not None and _is_ours(below):  # another model's: the weight is not that model's
             below = below[0].args[0]
         if below is None:
             return self._note(tensor, source)
         if getattr(below[0], "__module__", "") == "torch.utils.checkpoint":
-            # It counts what is saved, and must count the same in forward and when it recomputes: where it was
-            # registered as a module's hook, it is above our pair in one and below in the other.
+            # Checkpointing counts what is saved, and must count the same in forward and when it recomputes: if a
+            # module's hook pushed it, it is above our pair in one of the two and below it in the other.
             below[0](tensor)
             return self._note(tensor, source)
         leaves, tree = tree_flatten(below[0](tensor))
@@ -500,7 +502,7 @@ class SavedTensors:
         return PackedWeight(leaves, tree, below[1])
 
     def _source_of(self, tensor: Tensor) -> Source | None:
-        """Return the buffer whose memory a tensor, or the local one of a `DTensor`, is; None for any other."""
+        """Return the buffer in whose memory a tensor (or a `DTensor`'s local one) lies; None if it is in none."""
         tensor = _local(tensor)
         return self._sources.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 
@@ -578,8 +580,8 @@ def _without_ours(forbid: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _below_ours(leave: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the end of `torch.autograd.graph.saved_tensors_hooks`, which pops the topmost pair, to pop the program's:
-    inside another module than the one that it was entered in, ours is above it."""
+    """Wrap the exit of `torch.autograd.graph.saved_tensors_hooks`, which pops the topmost pair, so that it pops the
+    program's pair: if the block ends inside another module than it began in, our pair is above the program's."""
 
     @functools.wraps(leave)
     def below_ours(hooks: Any, *exception: Any) -> None:

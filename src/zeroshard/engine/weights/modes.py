@@ -1,9 +1,9 @@
 """The program's modes and transforms, which the engine's own operations are hidden from.
 
 A dispatch mode or function mode of the program sees each operation on its thread: it counts them, saves some of them
-(selective activation checkpointing), or changes them. What it is to see are the operations of the model, the optimizer
-and the program; plain PyTorch has no others. A transform of `torch.func` wraps every tensor that is made inside it:
-memory of the engine's would be one of its wrappers, and gone with it.
+(selective activation checkpointing), or changes them. It must see only the operations of the model, the optimizer and
+the program, as in plain PyTorch. A transform of `torch.func` wraps every tensor that is made inside it: a tensor that
+the engine makes there would be such a wrapper, and gone with the transform.
 
 torch's own modes without values (`FakeTensorMode`, tracing) stay, and so does a mode that says `of_zeroshard = True`.
 """
@@ -96,8 +96,8 @@ def seen() -> Iterator[None]:
         _take(_FUNCTION)
 
 
-# How many modes there are, the mode at a place, taking the topmost off, and putting one on top: of dispatch, and of
-# functions. torch keeps its own dispatch modes without values below all others.
+# The functions of a stack of modes: their number, the mode at an index, pop, and push. One stack is of dispatch modes,
+# one of function modes. torch keeps its own dispatch modes without values below all others.
 _Stack = tuple[Callable[[], int], Callable[[int], Any], Callable[[], Any], Callable[[Any], None]]
 _DISPATCH: _Stack = (
     _dispatch_modes,

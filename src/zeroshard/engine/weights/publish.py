@@ -1,4 +1,4 @@
-"""The way of updated parameters to every rank: encoded, where their codecs do, and sent where ranks hold copies."""
+"""Publish updated parameters to every rank: encode them if their codecs do so, and send them if ranks hold copies."""
 
 from __future__ import annotations
 

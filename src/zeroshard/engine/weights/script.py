@@ -1,12 +1,12 @@
 """The order of gathers that all ranks follow.
 
 A *segment* is one forward of the root, or one backward. Within a segment all ranks launch the gathers of the
-*script*, the sequence that the last segment of that kind launched, in its order. A rank that needs a unit runs on to
-that unit's turn, taking part in whatever it passes. What comes after the script is negotiated in rounds: each rank
-names one unit or says that it is done, and all named are gathered, until all are done.
+*script*, the sequence that the last segment of that kind launched, in its order. A rank that needs a unit launches the
+script up to that unit's turn, so it takes part in every gather before it. After the script, gathers are negotiated in
+rounds: each rank names one unit or says that it is done, and all named units are gathered, until all ranks are done.
 
 So ranks that drop layers, branch or reorder differently cost bytes, never a hang or a mix-up. The price is two small
-control collectives per segment, on the CPU; the last one of a backward also tells whether it was a usual one.
+control collectives per segment, on the CPU; the last one of a backward also tells if all ranks call it usual.
 
     rank 0 needs   a b   d        launches  a b c d | done
     rank 1 needs   a   c d e      launches  a b c d | e      (rank 0, done, takes part in e)
@@ -66,7 +66,7 @@ class Script:
     def finish(self, *, usual: bool = True) -> bool:
         """Take part in everything the other ranks still need; remember the sequence for next time.
 
-        usual: this rank's vote for the caller in the last round. Returns if all ranks voted so.
+        usual: a vote of this rank that the last round carries for the caller. Returns if all ranks voted True.
         """
         with self.group.as_one():
             while self._at < len(self._sequence):

@@ -37,14 +37,14 @@ def traced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def backward_is_compiled() -> bool:
     """Tell if torch compiles the backward that runs (compiled autograd), where hooks of gradients see no values."""
-    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # which none uses that has not imported it
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")  # not imported: compiled autograd is not used
     return compiled is not None and bool(compiled.in_compiled_autograd_region or compiled.compiled_autograd_enabled)
 
 
 def end_graph(what: str, instead: str) -> None:
-    """End the graph that `torch.compile` makes on this thread, if it makes one: what it has come to runs uncompiled.
+    """Break the graph that `torch.compile` is making on this thread, if any: the code here runs uncompiled.
 
-    what: that a graph cannot have. instead: what to write where one graph is asked for (`fullgraph=True`).
+    what: what a graph cannot have. instead: advice for the error if a break is not allowed (`fullgraph=True`).
     """
     if torch._guards.TracingContext.try_get() is not None:
         from torch._dynamo.exc import unimplemented

@@ -4,10 +4,10 @@
     Forward              its outermost call runs     frames: modules that are open, gathered units
     Backward             autograd runs its task      gradients under way, sums of which a part is missing
     Binding (a step)     `optimizer.step()` runs     weights, of which some may be updated
-    Updates              its backward does           weights that were updated in backward, and not sent
+    Updates              its backward runs           weights that were updated in backward, and not sent
 
-The next of them, and every verb of zeroshard's, recovers first: all that are begun and do not run are abandoned, on all
-ranks together (`Schedule.recover`).
+The next transaction, and every verb of zeroshard's, recovers first: all transactions that have begun and do not run any
+more are abandoned, on all ranks together (`Schedule.recover`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...comm.frames import Call
 
 
 class Transaction:
-    """A transaction is begun as long as it has a call, and runs as long as that is on a thread's stack."""
+    """A transaction: begun as long as `call` is set, and running as long as that call is on a thread's stack."""
 
     call: Call | None = None
 
@@ -26,13 +26,13 @@ class Transaction:
         return self.call is not None
 
     def running(self) -> bool:
-        """Tell if it is still on a stack: if it is begun and not, an exception has ended it."""
+        """Tell if its call is on a stack. If it has begun and does not run, an exception ended it."""
         return self.call is not None and self.call.running()
 
     def left(self) -> bool:
-        """Tell on any thread, also of another one's, if an exception has ended it: it is begun and not running."""
+        """Tell, from any thread, if an exception has ended it on its own thread: begun and not running."""
         call = self.call
-        # Whatever ends normally lets go of its call before it leaves the stack.
+        # A transaction that ends normally clears `call` before that leaves the stack.
         return call is not None and not call.running() and self.call is call
 
     def elsewhere(self) -> bool:

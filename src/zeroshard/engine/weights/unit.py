@@ -1,11 +1,11 @@
 """Units: the submodules whose parameters are gathered and released together, and how they are found.
 
-Every managed parameter belongs to exactly one unit: the nearest enclosing one of the first module that registers
-it. A unit that uses another's parameter (a tied weight, a shared layer) *borrows* from that unit: opening one opens
-both. The root module is always a unit; it owns what no other unit does.
+Every managed parameter belongs to exactly one unit: the nearest one that encloses the first module that registers it.
+A unit that uses another's parameter (a tied weight, a shared layer) *borrows* from that unit: opening the borrower
+opens both. The root module is always a unit; it owns the parameters that no other unit owns.
 
-A unit is one module, or where a model has many small blocks several neighbours of one list. The forward of each of them
-opens the unit.
+A unit is one module, or, if a model has many small blocks, several neighbouring modules of one list. The forward of
+each of these modules opens the unit.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Unit:
 
     @property
     def joined(self) -> bool:
-        """Has it several modules? Then it stays gathered from one's forward to the next one's."""
+        """True if it has several modules: then it stays gathered between their forwards."""
         return len(self.modules) > 1
 
     @property
@@ -146,7 +146,7 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (name, module) of all modules, as without `torch.compile`: a compiled one before what it is around."""
+    """Return (name, module) of all modules; names as without `torch.compile`, a compiled module before the original."""
     return [(plain_name(name), module) for name, module in model.named_modules()]
 
 
@@ -220,14 +220,14 @@ def find_units(model: nn.Module, layout: Layout) -> list[Found]:
             raise UserError("Layout.recompute matches no unit", got=repr(pattern), instead=nearest(pattern, names[:40]))
     _, *found = units.values()
     runs = [[number] for number in range(len(found))]
-    if layout.units is None and not layout.recompute:  # whose patterns name single modules
+    if layout.units is None and not layout.recompute:  # patterns of `recompute` name single modules
         runs = joined(names, _numels(found))
     members = [[found[number] for number in run] for run in runs]
     return [Found("", [("", model)]), *(Found(joined_name([name for name, _ in run]), run) for run in members)]
 
 
 def _numels(found: Sequence[tuple[str, nn.Module]]) -> list[int]:
-    """Count the elements of modules' parameters; those that an earlier one has too are the earlier one's."""
+    """Count the elements of each module's parameters; a shared parameter counts for the first module that has it."""
     seen: set[int] = set()
     numels = []
     for _, module in found:
@@ -248,7 +248,7 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
     for wanted in layout.units:
         if isinstance(wanted, str):
             hits = [(n, m) for n, m in modules if fnmatch.fnmatchcase(n, wanted) or type(m).__name__ == wanted]
-            hits = [*{n: (n, m) for n, m in reversed(hits)}.values()]  # the compiled one of two of one name
+            hits = [*{n: (n, m) for n, m in reversed(hits)}.values()]  # of two with one name, the compiled one
         elif isinstance(wanted, type) and issubclass(wanted, nn.Module):
             hits = [(name, module) for name, module in modules if isinstance(module, wanted)]
         else:
@@ -310,15 +310,15 @@ def on_meta(module: nn.Module) -> bool:
 
 
 class Initialiser:
-    """First values for what a module had on meta: by `init`, else by the module, and then by its model if that can.
+    """Gives first values to tensors that were on meta: by `init`, else by the module and then, if it can, its model.
 
-    Hugging Face's models have an `_init_weights(module)` for all their modules, inner models for their own.
+    A Hugging Face model has an `_init_weights(module)` for all its modules; an inner model has one for its own.
     """
 
     def __init__(self, model: nn.Module, init: Callable[[nn.Module], None] | None) -> None:
         self._init = init
         self._own: dict[int, Callable[[nn.Module], None]] = {}
-        self._adapters: set[int] = set()  # modules of PEFT's: their layer knows the first values, and they do not
+        self._adapters: set[int] = set()  # PEFT's adapter modules: only the layer around them knows the first values
         for module in model.modules():  # the inner ones last
             for inner in (getattr(module, name, None) for name in getattr(module, "adapter_layer_names", ())):
                 self._adapters |= set(map(id, inner.modules() if isinstance(inner, nn.Module) else ()))
@@ -364,12 +364,12 @@ def materialise(
     memory: dict[int, Tensor],
     fresh: set[int],
 ) -> None:
-    """Give one unit's own modules real memory, and of the fresh tensors (by id) initial values.
+    """Give the tensors of one unit's own modules real memory, and the `fresh` ones (ids) initial values.
 
-    `memory` (by the parameter's id) becomes that of a parameter; others get their own. The parameters stay the same
-    Python objects, so ties and the user's optimizer survive. What a module has beside its fresh tensors (a weight
-    tied to an earlier module's, one loaded already, one that another rank sends) keeps its values: so that each rank
-    draws the same numbers, whatever it has.
+    memory: by a parameter's id, the memory that it gets; other tensors get their own. The parameters stay the same
+    Python objects, so ties and the user's optimizer survive. A module's tensors that are not fresh (a weight tied to an
+    earlier module's, one loaded already, one that another rank sends) keep their values, but numbers are drawn for them
+    too (`_standing_in`), so that each rank draws the same numbers, whatever it has.
     """
     for _, module in modules:
         own = _own_meta(module)
@@ -395,7 +395,7 @@ def materialise(
 def units_named(
     model: nn.Module, managed: Sequence[Managed], units: Sequence[Unit], what: Sequence[nn.Module | str]
 ) -> list[Unit]:
-    """Return the units of modules, or of names of modules, parameters (`*` is anything) and units, or all of them."""
+    """Return the units of `what`: modules, parameters, or names (`*` matches anything) of these or of units; or all."""
     if not what:
         return list(units)
     joined = {unit.name: unit.index for unit in units if unit.joined}

@@ -18,7 +18,7 @@ _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and without a pattern
 
 def raw(tensor: Tensor) -> memoryview:
     """Return the bytes of a contiguous CPU tensor, without a copy."""
-    tensor = tensor.resolve_conj().resolve_neg()  # itself, but where it is a view that shows other numbers
+    tensor = tensor.resolve_conj().resolve_neg()  # a copy only if it is a conjugated or negated view
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else numpy.empty(0, numpy.uint8)
     return memoryview(array)
 
@@ -28,8 +28,8 @@ def fingerprint(tensor: Tensor, *, anywhere: bool = False) -> bytes | Tensor | N
 
     It is the cheapest way to notice that the program wrote to a tensor behind torch's version counters.
 
-    anywhere: on a device too, where it is a sum of 16-bit words by odd weights, modulo 2^64. One word that differs
-    always shows in it; of differences in several words all but one in 2^64 do. The sum stays there.
+    anywhere: on a device too, where it is the sum of 16-bit words times odd weights, modulo 2^64. A difference in
+    one word always changes it; of differences in several words all but one in 2^64 do. The sum stays on the device.
     """
     if simulated(tensor):
         return None

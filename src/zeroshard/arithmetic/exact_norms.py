@@ -59,7 +59,7 @@ class BlockMap:
 
 @twin
 def block_sums(shard: Tensor, blocks: BlockMap, ranks: int, order: float) -> Tensor:
-    """[blocks in use]: each block's sum of |x|^order (its maximum for order inf) of x = shard / ranks, as fp32.
+    """Return [blocks in use]: each block's sum (for order inf, maximum) of |x|^order; x = shard / ranks, as fp32.
 
     The sum inside a block is a fixed tree of halvings, whatever the number of blocks handled at a time. It is in fp32
     for the orders 1, 2 and inf, in fp64 for others.
@@ -113,7 +113,7 @@ def _power(x: Tensor, order: float) -> Tensor:
 
 
 def empty_bins(slots: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    """int64 [slots, bins]: an exact sum of non-negative numbers per slot. Bins of several ranks simply add."""
+    """Return int64 [slots, bins]: an exact sum of non-negative numbers per slot. Bins of several ranks simply add."""
     return torch.zeros(slots, _BINS[dtype] + 2, dtype=torch.int64, device=device)
 
 
@@ -143,15 +143,15 @@ def add_to_bins(bins: Tensor, owner: Tensor, sums: Tensor) -> None:
 
 
 def sums_from_bins(bins: Tensor) -> Tensor:
-    """fp64 [slots]: the sums of floats themselves, inf and NaN where one went in."""
-    # 2^(8 * bin - 150), made of its bits where it is used: numbers of the host's would be waited for there.
+    """Return fp64 [slots]: the sums of floats; inf or NaN where one was added."""
+    # 2^(8 * bin - 150), made from its bits on the device: numbers from the host would have to be waited for.
     scale = (torch.arange(32, device=bins.device) * 8 + (1023 - 150) << 52).view(torch.float64)
     total = (bins[:, :32].to(torch.float64) * scale).sum(dim=1)
     return total.masked_fill_(bins[:, 32] > 0, torch.inf).masked_fill_(bins[:, 33] > 0, torch.nan)
 
 
 def roots_from_bins(bins: Tensor, order: float) -> Tensor:
-    """fp64 [slots], on the CPU: the norms that sums of doubles stand for."""
+    """Return fp64 [slots], on the CPU: the norms, from bins of fp64 sums."""
     return torch.tensor([_root(row, order) for row in ask(bins).tolist()], dtype=torch.float64, device="cpu")
 
 
@@ -168,10 +168,10 @@ def _root(row: list[int], order: float) -> float:
 
 
 def add_to_maxima(maxima: Tensor, owner: Tensor, sums: Tensor) -> None:
-    """int32 [slots]: non-negative floats compare like their bits, NaN above inf, so an integer maximum is exact."""
+    """Add to int32 [slots]: non-negative floats compare like their bits, NaN above inf, so their maximum is exact."""
     maxima.scatter_reduce_(0, owner, _magnitude(sums), reduce="amax")
 
 
 def _magnitude(sums: Tensor) -> Tensor:
-    """Return sums' bits without the sign, which only a NaN can have: inf - inf is a negative one on most processors."""
+    """Return sums' bits without the sign, which only a NaN can have: inf - inf is a negative NaN on most processors."""
     return sums.view(torch.int32) & 0x7FFFFFFF

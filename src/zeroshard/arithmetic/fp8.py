@@ -3,16 +3,16 @@
     a weight that modules compute with   fp8(master / scale) * scale, in the dtype that they compute in
     scale                                2^e, the least with which no master of the tile is above 448 * scale
 
-The largest magnitude is taken now, of the masters themselves, and its maximum over ranks is exact. A division by a
+The largest magnitude is that of the current masters, and its maximum over ranks is exact. A division by a
 power of two is exact as well, so a weight is rounded once, from fp32, to the nearest of 8 bits and ties to even; going
 over bfloat16 would round twice. Reading it back is exact but where a 16-bit dtype has no such small number.
 
-A scale is a byte, e + 127. Of a tile with a NaN or infinite master it is 255: then all of that tile is
-read as NaN, since 8 bits know no infinity and would make the largest number of it. Of more magnitudes the scale is the
-largest of the scales, so ranks send each other bytes.
+A scale is a byte, e + 127. For a tile with a NaN or infinite master it is 255: then the whole tile is read as NaN,
+because 8 bits have no infinity and would turn it into the largest number. The scale of several magnitudes is the
+largest of their scales, so ranks send each other bytes.
 
-A tile is the whole tensor, or so many rows of so many elements. What a rank has of a tensor may begin and end inside
-of tiles and of rows.
+A tile is the whole tensor, or a block of some rows and columns. A rank's part of a tensor may begin and end inside
+tiles and inside rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CARRY = 0x1FFFFF  # added to the mantissa of what is above 1.75 * 2^k, it makes
 
 
 class TileGrid(NamedTuple):
-    """The tiles of a tensor of so many rows and columns, each so tall and wide; at the ends they are smaller."""
+    """The tiles of a tensor of `rows` x `columns`, each `tall` x `wide`; at the ends they are smaller."""
 
     rows: int
     columns: int
@@ -53,8 +53,8 @@ class TileGrid(NamedTuple):
         return -(-self.rows // self.tall) * self.across
 
     def pieces(self, first: int, numel: int, step: int) -> Iterator[TilePiece]:
-        """Yield `numel` elements of the tensor from the first-th on as pieces that are whole tiles across, or a part of
-        one: at most `step` elements at a time, so that what is made of them stays in the cache."""
+        """Yield `numel` elements of the tensor, from element `first` on, in pieces of whole tiles side by side, or of a
+        part of one tile. A piece has at most `step` elements, so that what is made of it stays in the cache."""
         for start in range(first, first + numel, step):
             yield from self._pieces(start, min(start + step, first + numel))
 
@@ -73,9 +73,9 @@ class TileGrid(NamedTuple):
 
 
 class TilePiece(NamedTuple):
-    """Elements of a tensor in `rows` rows from `row` on, in each those of `tiles` tiles side by side from `tile` on.
+    """Elements of a tensor: `rows` rows from `row` on, and in each row `tiles` tiles side by side from `tile` on.
 
-    start: the first element, counted flat. width: elements of a row in each tile.
+    start: the flat index of the first element. width: the elements of one row in each tile.
     """
 
     start: int
@@ -87,7 +87,7 @@ class TilePiece(NamedTuple):
     grid: TileGrid
 
     def of(self, flat: Tensor, first: int) -> Tensor:
-        """Return this piece of `flat` as a view [rows, tiles, width]. flat: elements from the tensor's first-th on."""
+        """Return this piece of `flat` as a view [rows, tiles, width]. flat: the tensor's elements from `first` on."""
         shape, strides = (self.rows, self.tiles, self.width), (self.grid.columns, self.width, 1)
         return flat.as_strided(shape, strides, flat.storage_offset() + self.start - first)
 
@@ -96,7 +96,7 @@ class TilePiece(NamedTuple):
         return torch.arange(self.row, self.row + self.rows, device=like.device) // self.grid.tall
 
     def beside(self, scales: Tensor) -> Tensor:
-        """Return a view of the scales of this piece's tiles, of every row of tiles: [rows of tiles, tiles]."""
+        """Return a view [rows of tiles, tiles] of the scales of this piece's columns of tiles, in all rows of tiles."""
         return scales.view(-1, self.grid.across)[:, self.tile : self.tile + self.tiles]
 
 
@@ -106,7 +106,7 @@ TILES = {"tensor": None, "1x128": (1, 128), "128x128": (128, 128)}  # Precision.
 def grids(bucket: Bucket, scaling: str) -> list[TileGrid]:
     """Return the tiles of each tensor of a bucket, as one rank has it.
 
-    Of experts, which are stacked on the first dimension, each is a tensor of its own: so they have the same scales
+    Experts are stacked on the first dimension, and each counts as a tensor of its own: so they have the same scales
     however many of them a rank holds.
     """
     return [grid(s.shape, scaling, stacked=bool(bucket.axis) and s.cut is None) for s in bucket.slots]
@@ -115,7 +115,7 @@ def grids(bucket: Bucket, scaling: str) -> list[TileGrid]:
 def grid(shape: Sequence[int], scaling: str, *, stacked: bool = False) -> TileGrid:
     """Return the tiles of a tensor: its last dimension counts columns, all others rows.
 
-    stacked: is a tensor of three dimensions or more a stack of tensors, each with a scale for all of it?
+    stacked: True if a tensor of three dimensions or more is a stack of tensors, each with one scale.
     """
     tile, numel = TILES[scaling], math.prod(shape)
     if tile is None and numel and stacked and len(shape) > 2:
@@ -128,7 +128,7 @@ def grid(shape: Sequence[int], scaling: str, *, stacked: bool = False) -> TileGr
 
 @twin
 def magnitudes(masters: Tensor, tiles: TileGrid, first: int) -> Tensor:
-    """Return the bits of each tile's largest magnitude, int32, of the masters from the tensor's first-th on."""
+    """Return the bits of each tile's largest magnitude, int32. masters: the tensor's, from element `first` on."""
     bits = torch.zeros(tiles.number, dtype=torch.int32, device=masters.device)
     for piece in () if simulated(masters) else tiles.pieces(first, masters.numel(), chunk(masters)):
         most = piece.of(masters, first).abs().amax(2).view(torch.int32)  # magnitudes compare like their bits
@@ -137,7 +137,7 @@ def magnitudes(masters: Tensor, tiles: TileGrid, first: int) -> Tensor:
 
 
 def scales_of(masters: Tensor, tiles: TileGrid, first: int = 0) -> Tensor:
-    """Return a scale for each tile, uint8: as far as the masters from the tensor's first-th on tell, else the least."""
+    """Return each tile's scale, uint8, from the tensor's masters from element `first` on; the least for other tiles."""
     bits = magnitudes(masters, tiles, first)
     found = (((bits.clamp(max=_INFINITE) + _CARRY) >> _MANTISSA) - 8).clamp(min=1)
     return torch.where(bits >= _INFINITE, NO_NUMBER, found).to(BYTE)
@@ -151,7 +151,7 @@ def as_fp32(scales: Tensor) -> Tensor:
 
 @twin
 def quantise_(raw: Tensor, masters: Tensor, scales: Tensor, tiles: TileGrid, first: int = 0) -> None:
-    """raw = fp8(masters / scale), as bytes. Both are 1-D, from the tensor's first-th on; scales: fp32, of all tiles."""
+    """Set raw = fp8(masters / scale), as bytes. Both are 1-D, from element `first` on; scales: fp32, of all tiles."""
     for piece in () if simulated(raw) else tiles.pieces(first, raw.numel(), chunk(raw)):
         by = piece.beside(scales)[piece.bands(scales)].unsqueeze(2)
         piece.of(raw, first).copy_((piece.of(masters, first) / by).to(FORMAT).view(BYTE))
@@ -180,7 +180,7 @@ def dequantised(
 
 @twin
 def dequantise_(values: Tensor, raw: Tensor, scales: Tensor, tiles: TileGrid) -> None:
-    """values = the numbers that bytes stand for; `raw` may be the last bytes of the memory of `values`."""
+    """Set values = the numbers that the bytes stand for; `raw` may be the last bytes of `values`' memory."""
     if tiles.number > 1:
         for where, found in dequantised(raw, scales, tiles, values.dtype):
             values[where] = found

@@ -8,10 +8,10 @@
 u is a hash of the parameter's name, the block's number in it, the mantissa of the largest magnitude, the element's
 place in the block and gradient / scale. So a block's bytes follow from these and from nothing else: not from the stage,
 the bucket, the rank, the step or a generator's state; and a loss times a power of two has the same codes. On average
-over u what arrives is what was sent, and a zero stays one.
+over u what arrives is what was sent, and a zero stays zero.
 
-Of a block with NaN or infinities the others have a scale of their own; it is sent negative, and codes of -128 are read
-as NaN. So each owner sees where a gradient is NaN, and an infinity arrives as NaN.
+In a block with NaN or infinities, the scale is that of the other elements. It is sent negative, and codes of -128 are
+then read as NaN. So each owner sees where a gradient is NaN, and an infinity arrives as NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .sums import simulated
 
 BYTE = torch.uint8
 BYTES = BLOCK + 4  # of a block: its codes, then its scale
-_TENSORS = 4  # of so many elements as are handled at a time, which are made of a gradient while it is encoded
+_TENSORS = 4  # temporary ones, each of the elements handled at a time, that encoding a gradient makes
 _MOST, _NO_NUMBER, _LEAST, _MANTISSA = 127, -128, 2.0**-126, 0x7FFFFF
 
 
@@ -58,11 +58,11 @@ def _seeds(bucket: Bucket, device: torch.device) -> Tensor:
         name = zlib.crc32(slot.name.encode())
         numbers = torch.arange(last - first, dtype=torch.int32, device="cpu")
         seeds[first:last] = _mixed(_mixed(numbers) ^ (name - (name >> 31 << 32)))
-    return seeds.to(device, non_blocking=True)  # or the host would wait for all that the device has
+    return seeds.to(device, non_blocking=True)  # else the host would wait for all the device's work
 
 
 def encode_(message: Tensor, values: Tensor, bucket: Bucket) -> None:
-    """message = a bucket's gradients in 8 bits, as bytes. Both are 1-D; what is padding in `values` becomes zero."""
+    """Set message = a bucket's gradients in 8 bits, as bytes. Both are 1-D; padding in `values` becomes zero."""
     if simulated(message):
         return
     end = 0

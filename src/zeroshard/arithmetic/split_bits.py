@@ -1,9 +1,10 @@
-"""fp32 numbers as the bits that their bfloat16 casts lack, and joined with these again: 17 bits for each.
+"""Split fp32 numbers into the bits that their bfloat16 casts lack, 17 for each, and join both again.
 
-An fp32 number's 32 bits are 65,536 times an upper half, plus a lower half from -32,768 to 32,767. Of all numbers that
-round to one bfloat16 the upper half is the bfloat16 itself; but of a number right between two of them, whose lower half
-is -32,768, it is so only if the cast went up. If the cast, which goes to the even one, went down, it is one more. So 16
-bits beside the bfloat16 are not enough, and 17 are. A NaN stays one, with another payload.
+An fp32 number's 32 bits are 65,536 times an upper half, plus a lower half from -32,768 to 32,767. For all numbers that
+round to one bfloat16, the upper half is that bfloat16. The exception is a tie: a number right between two bfloat16,
+whose lower half is -32,768. If its cast, which goes to the even one, went up, the upper half is that bfloat16; if the
+cast went down, the upper half is one more. So 16 bits beside the bfloat16 are not enough, and 17 are. A NaN stays NaN,
+with another payload.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _tied(bits: Tensor, lower: Tensor) -> Tensor:
 
 @twin
 def join_(master: Tensor, param: Tensor, lower: Tensor, ties: Tensor) -> None:
-    """master = the fp32 numbers that `split_` took apart, from their cast `param` and from its results. All are 1-D.
+    """Set master = the fp32 numbers that `split_` took apart, from their casts `param` and its results. All are 1-D.
 
     ties: a bit for each, eight to a byte.
     """
@@ -47,7 +48,7 @@ def join_(master: Tensor, param: Tensor, lower: Tensor, ties: Tensor) -> None:
         own, packed = master[at : at + step], ties[at // 8 : (at + step) // 8]
         own.copy_(param[at : at + step])
         bits = own.view(torch.int32).add_(lower[at : at + step])
-        if not master.is_cpu:  # where asking for the few would wait for the device
+        if not master.is_cpu:  # here asking for the few ties would wait for the device
             bits.add_(_bits(packed)[: bits.numel()].to(torch.int32) << 16)
         elif (some := ask(packed).nonzero()).numel():
             where = (some * 8 + torch.arange(8, device=bits.device)).view(-1)

@@ -1,6 +1,6 @@
-"""Functions that a kernel may stand in for on a device, once its bits have been seen to be the function's.
+"""Functions that a kernel may replace on a device, once its bits have been seen to equal the function's.
 
-A function decorated with `twin` is what counts: it runs wherever no kernel stands in for it. Kernels and their
+A function decorated with `twin` is the reference: it runs wherever no kernel replaces it. Kernels and their
 comparison are a feature (`kernels/fused.py`); without it every function runs itself.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DECLINED = object()  # what a kernel answers to arguments that are not for it
-# By the function's name and the device of the first tensor: a call with the function's arguments.
+DECLINED = object()  # what a kernel returns for arguments that it does not take
+# By the function's name and the first tensor's device: the kernel's call, with the function's arguments.
 stand_ins: dict[tuple[str, torch.device], Callable[..., Any]] = {}
 
 

@@ -40,8 +40,8 @@ def fold(total: Tensor, pieces: Sequence[Tensor], *, start: Tensor | None, times
     All are 1-D and of one length; `start` and any piece may lie where `total` does (only its first use is read).
     16-bit accumulators are summed in fp32 and rounded once per call.
 
-    A fold over some pieces is where one over more may start, and no sum is taken in another order for it:
-    fold(fold(a, x), y) is fold(a, x ++ y), if what is between them is not rounded and not divided.
+    A fold over some pieces may be the start of a fold over more, and the order of summation stays the same:
+    fold(fold(a, x), y) is fold(a, x ++ y), if the result between them is neither rounded nor divided.
     """
     dtype = running_dtype(total.dtype)
     in_place = total.dtype == dtype and not any(piece.data_ptr() == total.data_ptr() for piece in pieces)
@@ -74,7 +74,7 @@ def _cast_first(piece: Tensor, total: Tensor) -> bool:
 
 
 def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
-    """Tell if a sum of such pieces is the same again after it was divided by `ranks` and multiplied by it.
+    """Tell if dividing a sum of such pieces by `ranks`, and multiplying it by `ranks`, gives the same sum again.
 
     Dividing by a power of two only moves the exponent, as long as there is room below: 16-bit numbers and their sums
     are multiples of 2^-133 at least, and fp32 goes down to 2^-149. Their own subnormals would lose bits.
@@ -83,17 +83,18 @@ def divides_exactly(total: torch.dtype, piece: torch.dtype, ranks: int) -> bool:
 
 
 def finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 0-d bool on the tensors' device: are all their elements finite? Of one dtype, not all of them empty."""
+    """Return a 0-d bool on the tensors' device: are all elements finite? They have one dtype; not all are empty."""
     largest = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()], torch.inf)  # NaN counts as larger
     return torch.stack(largest).isfinite().all()
 
 
 def average_(total: Tensor, ranks: int) -> None:
-    """Divide once, and truly: times 1/3 is not division by 3. Times a half is division by 2, at a third of its cost."""
+    """Divide by `ranks`, truly: times 1/3 is not division by 3. For a power of two, multiply: times a half is division
+    by 2, at a third of its cost."""
     if ranks & (ranks - 1) == 0:
         total.mul_(1 / ranks) if ranks > 1 else None
         return
-    wide = total.to(running_dtype(total.dtype))  # 16 bits may not have such a number of ranks
+    wide = total.to(running_dtype(total.dtype))  # a 16-bit dtype may not represent `ranks`
     wide.div_(divisor(ranks, wide))
     if wide is not total:
         total.copy_(wide)
@@ -113,7 +114,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def unrepeated(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a view that has each element in memory once. like: take the elements at the places that these have there.
+    """Return a view that shows each element in memory once. like: choose the places to show by this tensor's strides.
 
     An expanded tensor shows one element at many places, and torch refuses to write to it as it is.
     """
@@ -122,7 +123,7 @@ def unrepeated(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's bytes, 1-D uint8, conjugated and negated as it shows."""
+    """Return a dense tensor's bytes, 1-D uint8, with lazy conjugation and negation applied."""
     flat = unrepeated(tensor).resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
@@ -130,7 +131,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def write_bytes(tensor: Tensor, content: Tensor) -> None:
     """Write bytes from `as_bytes` of another tensor into a dense one, unless it has them: autograd counts writes.
 
-    On a device the comparison would wait, so it is written in any case, and the write is not counted.
+    On a device the comparison would wait. So the tensor is written in any case, and autograd does not count the write.
     """
     content = content.clone()
     if not tensor.is_cpu or not same_bits(content, as_bytes(tensor)):
@@ -168,10 +169,10 @@ def parts(tensor: Tensor) -> list[Tensor] | None:
 
 
 def reseed_(master: Tensor, param: Tensor, *, asked: bool = True) -> bool:
-    """Copy edits of a parameter to its master: elements whose bits are not the cast of the master's.
+    """Copy edits of a parameter to its master: the elements whose bits differ from the cast of the master.
 
-    Returns if anything changed. Both are 1-D, of one length. If not `asked`, a device does the same but False tells
-    nothing: the host would have to wait for the answer.
+    Returns if anything changed. Both are 1-D, of one length. If not `asked`, a device copies too, but the result is
+    False in any case: the host would have to wait for the answer.
     """
     if simulated(master):
         return False

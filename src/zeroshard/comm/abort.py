@@ -1,4 +1,4 @@
-"""Calls that block, made at once. Their threads are started ahead: at a program's end Python 3.12 starts none."""
+"""Blocking calls that run concurrently. Their threads start in advance: at a program's end Python 3.12 starts none."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 log = logging.getLogger("zeroshard")
-_process = 0  # that has the threads: a fork has none
+_process = 0  # the pid that has the threads: a fork has none
 _threads = 0
 _calls: queue.SimpleQueue[tuple[int, Callable[[], None], threading.Event]]
 
 
 def prepare(count: int) -> None:
-    """Start threads until so many calls can be made at once."""
+    """Start threads until `count` calls can run concurrently."""
     global _process, _threads, _calls
     if _process != os.getpid():
         _process, _threads, _calls = os.getpid(), 0, queue.SimpleQueue()
@@ -27,10 +27,10 @@ def prepare(count: int) -> None:
 
 
 class AtOnce:
-    """Calls that are made at once. They must raise nothing.
+    """Calls that run concurrently. They must raise nothing.
 
-    A call under way of the same key is joined, and not made twice: so two that make the same calls take no thread from
-    each other.
+    If a call with the same key is under way, this object waits for that one and makes none. So two objects with the
+    same calls take no threads from each other.
     """
 
     def __init__(self, calls: Mapping[int, Callable[[], None]]) -> None:
@@ -46,7 +46,7 @@ class AtOnce:
         return [key for key, done in self._done.items() if not done.is_set()]
 
     def wait(self, limit: float) -> None:
-        """Wait until all have returned, `limit` seconds at most. An interrupt is raised only then."""
+        """Wait until all calls have returned, at most `limit` seconds. An interrupt is raised only after that."""
         deadline, interrupt = time.monotonic() + limit, None
         while True:
             try:
@@ -59,8 +59,8 @@ class AtOnce:
             raise interrupt
 
 
-_under_way: dict[int, list[threading.Event]] = {}  # by key, what is set when the call has returned
-_lock = threading.Lock()  # of these, which the threads below alone take: no signal comes there
+_under_way: dict[int, list[threading.Event]] = {}  # by key, the events to set when the call has returned
+_lock = threading.Lock()  # guards `_under_way`; only the threads below take it, where no signal comes
 
 
 def _serve(calls: queue.SimpleQueue[tuple[int, Callable[[], None], threading.Event]]) -> None:

@@ -14,8 +14,8 @@ do. The verbs without a row follow a meeting, which has agreed on their sizes. R
 and each hears what the others are at.
 
 In the usual case all rows are equal, and then no rank needs to see all of them. So beyond a few ranks the rows travel
-along the axes of a grid (`axes`), as many messages as a sum of small factors and not as there are ranks; only if rows
-differ are they all sent to every rank.
+along the axes of a grid (`axes`): the messages of a rank then grow with a sum of small factors and not with the number
+of ranks. Only if rows differ are all of them sent to every rank.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from .frames import Call
 from .transport import Team, count
 
 LONGEST_AXIS = 8  # ranks that exchange rows directly
-# engine, meeting, number, steps completed, three integers of the meeting's own, levellings, and what flags say
+# engine, meeting, its number, completed steps, three integers of the meeting's own, levellings, and flag bits
 ROW = 9
 LOADING, TELLING, LEAVING = "loading", "telling the others", "leaving gathered()"  # meetings
-SENT = "buffers that are sent: "  # in the facts of a forward, with those that rank 0 sends
-OPTION = "optimizer option "  # in the facts of a step, with each that its groups have
+SENT = "buffers that are sent: "  # begins the facts of a forward about buffers that rank 0 sends
+OPTION = "optimizer option "  # begins each fact of a step about an option of its groups
 
 
 def axes(ranks: int) -> tuple[int, ...]:
-    """Return the lengths of a grid of so many ranks, each at most `LONGEST_AXIS` if the number has such factors.
+    """Return the axis lengths of a grid of `ranks` ranks, each at most `LONGEST_AXIS` where the factors allow it.
 
     Along an axis of length f every rank sends f - 1 messages. 1,024 ranks are (8, 8, 8, 2): 22 messages, not 1,023.
     """
@@ -85,9 +85,9 @@ class Progress:
     """The progress of one rank, which it tells the others if something is wrong."""
 
     steps: int = 0  # that optimizers have completed
-    turn: tuple[int, int] = (0, 0)  # in the script of gathers: how many are launched, of how many
+    turn: tuple[int, int] = (0, 0)  # in the script of gathers: (launched, of how many)
     trouble: str = ""  # an exception that this rank alone may have had
-    left: str = ""  # the same, once it has ended a forward that all ranks ended together
+    left: str = ""  # that exception, once it has ended a forward, which all ranks then ended together
     units: list[str] = dataclasses.field(default_factory=list)  # by bucket, the unit's name
     met: str = ""  # the last meeting
     awaited: tuple[str, int | None] | None = None  # the collective it waits for, and of which bucket
@@ -96,7 +96,7 @@ class Progress:
         """Describe this progress for an error. phase: of the ledger."""
         moment = f"step {self.steps + 1}, in {phase if phase != 'between' else 'the loop'}"
         trouble = f"; {self.trouble}" if self.trouble else ""
-        if awaited := self.awaited:  # once: the watch's thread asks too
+        if awaited := self.awaited:  # read once: the watch's thread asks too
             verb, bucket = awaited
             unit = "" if bucket is None else f" of unit {self._unit(bucket)!r}"
             turn = f", turn {self.turn[0]} of {self.turn[1]} of the script" if verb == "gather" and self.turn[1] else ""
@@ -122,10 +122,10 @@ class Party(Protocol):
     """The part of an engine that a levelling (all ranks recover, `launch_log.py`) may find in the middle of work."""
 
     def unsettled(self) -> bool:
-        """Tell if gradients are on their way, or in use."""
+        """Tell if a reduction or a transaction is under way."""
 
     def left(self) -> str:
-        """Return what an exception has ended here and no levelling yet, in words. Called on any thread."""
+        """Return, in words, what an exception has ended here that no levelling has ended yet. Called on any thread."""
 
     def edits(self) -> str:
         """Return the edits of gradients by numbers, as text that ranks compare."""
@@ -133,10 +133,10 @@ class Party(Protocol):
     def bucket(self, index: int) -> Bucket: ...
 
     def travelling(self, index: int) -> Bucket:
-        """Return the bucket in elements of what is sent of its gradients."""
+        """Return the bucket, counted in the elements that its gradients are sent as."""
 
     def recovery_copy(self, bucket: int, state: str) -> Tensor | None:
-        """Return a whole bucket, 1-D, in which this rank's shard of a state is right, since others wait for it."""
+        """Return a whole bucket of a state, 1-D, with this rank's shard valid, because other ranks wait for that."""
 
     def levelled(self, drop: bool) -> None:
         """Reset the engine after a levelling: nothing is under way any more. drop: drop all gradients."""
@@ -146,16 +146,16 @@ class Party(Protocol):
 
 
 class Group:
-    """One rank's end of all ranks of a model, and its counts of messages. By itself it sends nothing.
+    """One rank's handle on the group of all ranks of a model, and its counts of messages. This class sends nothing.
 
-    With one rank there is nothing to agree on. With more it is one rank of a simulation, whose peers all do the same.
-    It has many names since all that ranks agree on goes through it: the verbs, and the facts that they carry.
+    With one rank there is nothing to agree on. With more, it is one rank of a simulation, whose peers all do the same.
+    It has many methods, because all that ranks agree on goes through it: the verbs, and the facts that they carry.
     """
 
     backend: str = "none"
 
     def __init__(self, team: Team, rank: int = 0, ranks: int = 1, axis_team: Team | None = None) -> None:
-        """team: the ranks that shard together. axis_team: those that shard what lies along an axis."""
+        """team: the ranks that shard together. axis_team: the ranks that shard the parameters along an axis."""
         self.ledger: Ledger = team.ledger
         self.device: torch.device = team.device
         self.team = team
@@ -166,16 +166,16 @@ class Group:
         self.sources = team.seat.sources  # how many ranks' gradients are added up
         self.progress = Progress()
         self.failed: Error | None = None  # the error that other ranks are to hear of at the next agreement
-        self.news = False  # were fragments written to here? The others hear of it at the next meeting
-        self.heard = False  # was there such news on any rank at the last meeting?
+        self.news = False  # were fragments written on this rank? The others hear of it at the next meeting
+        self.heard = False  # True if any rank had such news at the last meeting
         self._party: weakref.ref[Party] | None = None  # none while the model is being sharded
         self.numbers: dict[str, int] = defaultdict(int)  # of meetings, by kind
-        self._inside: Call | None = None  # of a function with several meetings that belong together
-        self.left = False  # did an exception end something between two meetings that belong together?
+        self._inside: Call | None = None  # the function under way whose several meetings belong together
+        self.left = False  # True if an exception ended such a function between two of its meetings
         self.torn = ""  # why this rank's weights do not belong to a completed step
-        self.crossed: tuple[int, str] | None = None  # the thread that found another one in a call, and its name
-        self.signal = 0  # that came to this rank, and that all are to hear of
-        self.signalled = 0  # that came to any of them
+        self.crossed: tuple[int, str] | None = None  # id and name of a thread that found another thread in a call
+        self.signal = 0  # number of a signal that came to this rank, for all to hear of
+        self.signalled = 0  # the signal of any rank
 
     @property
     def lost(self) -> bool:
@@ -189,7 +189,7 @@ class Group:
         refuse_forked(self.process, self.rank)
 
     def check_stream(self) -> None:
-        """Refuse to be recorded for a graph of the device."""
+        """Raise `StateError` while a graph of the device is recorded."""
         if captured(self.device):
             raise StateError(
                 "a sharded model's forward, backward and step cannot be captured as a graph of the device",
@@ -208,7 +208,7 @@ class Group:
         self._party = weakref.ref(party)  # parameters refer to this, and must not keep the engine alive
 
     def number(self, what: str) -> int:
-        """Count the next meeting of a kind, and return its number: before it is sent, so that no two share one."""
+        """Count the next meeting of a kind before it is sent, so that no two share a number, and return its number."""
         self.numbers[what] += 1
         return self.numbers[what]
 
@@ -219,7 +219,7 @@ class Group:
 
     @property
     def missed(self) -> bool:
-        """True if others have left what they waited for, since this rank did not come to it."""
+        """True if other ranks have given up a wait because this rank did not come."""
         return False
 
     @property
@@ -239,7 +239,7 @@ class Group:
         (launched, levelled), around, self._inside = self.launched, self._inside, Call(frame=sys._getframe(2))
         try:
             yield
-        except PeerError:  # after which nothing is under way, or for ever
+        except PeerError:  # then nothing is under way, or the group is lost for good
             raise
         except BaseException:
             self.left |= self.launched[0] != launched and self.launched[1] == levelled
@@ -248,7 +248,7 @@ class Group:
             self._inside = around
 
     def cross(self) -> NoReturn:
-        """Raise on this thread because another one is in a call of the same model, which raises at its next call."""
+        """Raise on this thread because another one is in a call of the same model; that one raises at its next call."""
         self.crossed = threading.get_ident(), threading.current_thread().name
         self._refuse_threads(self.crossed[1])
 
@@ -268,7 +268,7 @@ class Group:
         )
 
     def refuse_within(self, *, busy: bool = False, around: bool = True) -> None:
-        """Refuse to begin a collective operation inside another: one that is `busy`, or `around` this call."""
+        """Refuse to begin a collective operation inside another. busy: one runs. around: look for `as_one` too."""
         self.hear_crossed()
         if around and self._inside is not None and self._inside.elsewhere():
             self.cross()
@@ -281,8 +281,8 @@ class Group:
             )
 
     def broadcast(self, tensor: Tensor, source: int = 0, *, ahead: bool = False) -> None:
-        """Copy the source rank's tensor to all ranks. ahead: if a device's queue can wait for it, this thread does
-        not."""
+        """Copy the source rank's tensor to all ranks. ahead: where a device's queue can wait for it, this thread
+        does not."""
         nbytes = tensor.numel() * tensor.itemsize
         if nbytes:
             mine = self.rank == source
@@ -301,7 +301,7 @@ class Group:
     def give_all(self, tensor: Tensor, bucket: Bucket, source: int = 0) -> None:
         """Copy the source rank's tensor, a whole bucket, to all ranks.
 
-        For a bucket along an axis every team gets that of its own rank at the source's position.
+        For a bucket along an axis, every team gets the tensor of its own rank at the source's position.
         """
         if bucket.axis:
             self.axis_team.broadcast(tensor, self.axis_team.seat.position_of(source))
@@ -319,9 +319,9 @@ class Group:
         self.poll(what, number, *same)
 
     def poll(self, what: str, number: int, *mine: int) -> list[tuple[int, ...]]:
-        """Agree as `meet` does; the integers may differ, and every rank gets those of all, in rank order.
+        """Agree as `meet` does, but the integers may differ. Return the integers of all ranks, in rank order.
 
-        If all of them are equal it may get them once.
+        If they are equal on all ranks, the list may hold them once.
         """
         ends(self._count_rows())
         self.heard, self.signalled = self.news, max(self.signalled, self.signal)
@@ -332,7 +332,7 @@ class Group:
         return [mine]
 
     def flags(self, mine: bytes) -> bytes:
-        """Return the elementwise maximum over the ranks of small numbers, as many on each."""
+        """Return the elementwise maximum over the ranks of small numbers; every rank gives equally many."""
         ends(self._count_control(len(mine)))
         return mine
 
@@ -358,14 +358,14 @@ class Group:
         """Take note, for ranks that ask, how many sums this rank has begun in the backward that is running."""
 
     def parted(self) -> bool:
-        """Ask other ranks, while this one stands still for a sum, if the ranks differ in the backward that is running,
-        so that the sum may not come before this rank goes on."""
+        """Ask other ranks, while this rank waits for a sum, whether the ranks differ in the running backward: then the
+        sum may not come before this rank goes on."""
         return False
 
     def same(self, verb: str, ask: Callable[[], dict[str, Any]]) -> None:
         """Compare ranks' arguments before anything is done. Raises on all ranks if they differ, or are wrong on one.
 
-        ask: the arguments by name; raises what is wrong with them.
+        ask: returns the arguments by name; raises if one of them is wrong.
         """
         mine: dict[str, str] = {}
         wrong: Exception | None = None
@@ -408,10 +408,11 @@ class Group:
         raise PeerError("another rank failed", got="; ".join(told), instead="fix that, and load the last checkpoint")
 
     def for_saves(self, *, behind: bool) -> Group:
-        """Return the same ranks with a control group of their own, for a save; `behind` the training it is a thread's.
+        """Return the same ranks with a control group of their own, for a save. behind: for a thread behind training.
 
-        Collective the first time, when it is made. Nothing else orders it, and it waits half an hour at least: ranks
-        may take very different times to write. One that cannot be asked is named at the time-out all the same.
+        Collective the first time, when that group is made. No other group orders it, and its waits last half an hour
+        at least, because ranks may take very different times to write. A rank that cannot be asked is still named at
+        the time-out.
         """
         return self
 

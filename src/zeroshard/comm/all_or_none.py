@@ -12,7 +12,7 @@ from .agreement import Group
 
 
 def problem_of(error: Exception) -> str:
-    """Return an error in words, with its type where it is none of zeroshard's."""
+    """Return an error in words, with its type if it is not one of zeroshard's."""
     return f"{error}" if isinstance(error, Error) else f"{type(error).__name__}: {error}"
 
 
@@ -23,8 +23,8 @@ class Together:
             block.answer = write()
         block.answers    # every rank's
 
-    Several blocks, one after the other, may use one `Together`. Only an `Exception` is told: an interrupt passes, and
-    the ranks recover from it as anywhere else.
+    Several blocks, one after the other, may use one `Together`. The others hear of an `Exception` only: an interrupt
+    propagates, and the ranks recover from it as anywhere else.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Together:
         said: Callable[[Exception], str] = problem_of,
         own: bool = False,
     ) -> None:
-        """wrong: the error to raise, of ["rank 1: ...", ...]. own: raise this rank's own error as it is."""
+        """wrong: makes the error to raise from ["rank 1: ...", ...]. own: raise this rank's own error as it is."""
         self.group, self.wrong, self.said, self.own = group, wrong, said, own
-        self.failed: Exception | None = None  # on this rank, the first
+        self.failed: Exception | None = None  # this rank's first exception
         self.answer: Any = None  # JSON-able, of the block that is under way
         self.answers: list[Any] = []
         self.told = False  # have all ranks heard that it failed on one?
@@ -49,7 +49,7 @@ class Together:
         if error is not None and not isinstance(error, Exception):
             return False
         self.failed = self.failed or error
-        answer, self.answer = self.answer, None  # which the next block need not send again
+        answer, self.answer = self.answer, None  # so that the next block does not send it again
         everyone = self.group.describe([None if self.failed is None else self.said(self.failed), answer])
         self.answers = [answer for _, answer in everyone]
         told = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(everyone) if problem]
@@ -62,7 +62,7 @@ class Together:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note a failure without meeting: this rank must still join the other ranks' collectives until the block."""
+        """Note a failure without a meeting: until the block, this rank must still join the other ranks' collectives."""
         try:
             yield
         except Exception as error:

@@ -1,10 +1,12 @@
 """An engine's launches of collectives and waits for them, and recovery of all ranks after an interrupt.
 
-Named hazard, *a wait for the dead*: gloo tells of a dead peer only the ranks that wait for that very peer, and wakes no
-rank before its time-out. So ranks wait in slices, and between two look at `watch.alarm`; Python's signals are seen too.
+Named hazard, *a wait for the dead*: gloo reports a dead peer only to the ranks that wait for that very peer, and wakes
+no other rank before its time-out. So ranks wait in slices. Between two slices they look at `watch.alarm`, and Python
+handles signals.
 
-A rank that an interrupt takes out of work in which others wait for it calls all of them to a levelling before it does
-anything else: see `launch_log.py`. One whose program does something else first, others look for: see `left.py`.
+If an interrupt takes a rank out of work in which others wait for it, the rank calls all of them to a levelling before
+it does anything else: see `launch_log.py`. If its program does something else first, the others look for that rank:
+see `left.py`.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class Link:
         self.progress = progress
         self.rank = dist.get_rank(groups.parent)
         self.process = os.getpid()
-        self.behind = False  # does a thread behind the training use it? That has no interrupts, and hears of none
-        self.saves = False  # is it for a save, in which ranks write for as long as they need?
+        self.behind = False  # does a thread behind the training use it? It has no interrupts, and hears of none
+        self.saves = False  # True for a save, in which ranks may write for as long as they need
         self.engine = groups.number()  # models sharded over one group are told apart by the order of their making
         self._weak = weakref.ref(self)
 
@@ -83,30 +85,30 @@ class Link:
     def broadcast(self, stream: Stream, part: Tensor, source: int, whole: Launch, low: int) -> Any:
         """Launch a broadcast of `part`, which begins at byte `low` of `whole`: (bucket, state, bytes).
 
-        source: its number among all processes.
+        source: the sender's rank among all processes.
         """
         root = dist.get_group_rank(stream.group, source)
         what = "broadcast", self.engine, *whole, low, low + part.numel(), root
         return self.launch(stream, what, *broadcast(stream, part, root))
 
     def wait(self, verb: str, bucket: int | None, handle: Any, *, queued: bool = False, ahead: bool = False) -> None:
-        """Wait for a collective. queued: it runs in a device's queue, which alone waits for buckets and for what may go
-        `ahead`; this thread waits for all else."""
+        """Wait for a collective. queued: it runs in a device's queue. For buckets, and for what may go `ahead`, only
+        the queue waits; for all else this thread waits."""
         refuse_forked(self.process, self.rank)
         levels = self.groups.gathers.levels
         if levels is not None and not self.behind and verb not in ("gather", "share"):
-            levels.settle()  # of gathers that another rank may be waiting for, which does not come here before
+            levels.settle()  # launch second levels of gathers: another rank may wait for them before it comes here
         self.groups.speaker = self._weak
         self.progress.awaited = verb, bucket
         within = self.groups.call
         if not self.behind and (within is None or not within.running()):
-            self.groups.call = Call()  # of a verb's own waits it is the verb's
+            self.groups.call = Call()  # in waits of a verb it stays the verb's call
         since = time.perf_counter_ns()
         if queued and (ahead or bucket is not None):
             self._wait_for(handle)  # the device's queue waits, not this thread
         else:
             self._wait_in_slices(handle, queued=queued)
-        if queued and self.groups.ends:  # an aborted collective counts as completed, and brought anything
+        if queued and self.groups.ends:  # an aborted collective counts as completed, with arbitrary data
             self.heed()
         self.progress.awaited = None
         if not self.behind:
@@ -119,24 +121,24 @@ class Link:
         for slices in itertools.count(1):
             error: Exception = RuntimeError("it did not come in time")
             try:
-                if not queued and handle.wait(SLICE):  # else memory that is shared was not posted in this slice
+                if not queued and handle.wait(SLICE):  # False: shared memory was not posted in this slice
                     return
             except (RuntimeError, ValueError) as failed:
                 if failed.__traceback__ is not None and failed.__traceback__.tb_next is not None:
-                    raise  # not the collective has failed: a signal's handler has
+                    raise  # a signal's handler has failed, not the collective
                 error = failed
             if handle.is_completed() or (queued and _completes(handle)):
                 self._wait_for(handle)  # it failed, or ended after the slice did
                 return
-            late = queued and time.monotonic() > asked + self.groups.limit  # others say so by themselves
+            late = queued and time.monotonic() > asked + self.groups.limit  # other handles fail by themselves
             if self.groups.watch.alarm or self.lost or late:
                 raise self._loss(error) from None
             if self.saves and time.monotonic() > asked + self.groups.limit:
                 if self.groups.watch.lost_ranks():  # a rank that still writes answers
                     raise self._loss(error) from None
                 asked = asked if self.groups.watch.unheard else time.monotonic()
-            # Not at once: of an exception that all ranks raise alike a slower rank comes to its own, since others have
-            # launched all that it waits for until then. A wait that does not end is for a launch that never comes.
+            # Not at once: if all ranks raise the same exception, a slower rank gets to its own, because the others have
+            # launched all that it waits for until then. Only a wait for a launch that never comes does not end.
             if not levelling and (slices >= HEEDS or self.interrupted):
                 self.heed()
             if slices == looks and not (levelling or self.behind):
@@ -146,12 +148,12 @@ class Link:
         try:
             handle.wait()
         except (RuntimeError, ValueError) as error:
-            raise self._loss(error) from None  # which has the error's words where they say more than the ranks
+            raise self._loss(error) from None  # whose message has the error's words if no rank can be blamed
 
     # --- interrupts -------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call) -> None:
-        """Begin a verb: not inside another one, nor after one that an interrupt left before that is levelled."""
+        """Begin a verb that is not inside another one. If an interrupt left an earlier verb, level that and raise."""
         if self.behind:
             return
         if self.lost:
@@ -166,7 +168,7 @@ class Link:
     @property
     def interrupted(self) -> bool:
         """True if an exception left a verb in its middle."""
-        call = self.groups.call  # once: the watch's thread asks too, and a verb that ends lets go of its call first
+        call = self.groups.call  # read once: the watch's thread asks too, and a verb that ends drops its call first
         return call is not None and not call.running() and self.groups.call is call
 
     def heed(self) -> None:
@@ -190,7 +192,7 @@ class Link:
 
     @property
     def left_by_others(self) -> dict[int, str]:
-        """The ranks on account of which others have left what they waited for, before the next levelling; and why."""
+        """The ranks that others have stopped waiting for before the next levelling, and why."""
         return self.groups.watch.left.get(self.groups.levellings + 1, {})
 
     def _look(self, handle: Any, turn: int) -> bool:
@@ -212,18 +214,18 @@ class Link:
         return True
 
     def _look_at_absent(self, absent: list[int]) -> None:
-        """Leave a levelling to this rank's next verb if a rank that has not come to it waits for this one elsewhere."""
+        """Leave a levelling to this rank's next verb if one of the `absent` ranks waits for this rank elsewhere."""
         told = self.groups.watch.look(absent[:LOOKS], self.groups.ranks[self.rank], launches())
         if left := {rank: each.stands_in for rank, each in told.items() if each.stands_in}:
             self._leave(left)
 
     def _leave(self, left: dict[int, str]) -> NoReturn:
-        """Leave what this rank is at, because others have left it. This rank's next verb levels it.
+        """Stop waiting, because other ranks have left what this rank waits for. This rank's next verb levels it.
 
-        Not now: the others come to that only after what their program does first, perhaps with this rank.
+        Not now: the others come to a levelling only after what their programs do first, perhaps with this rank.
         """
         groups, where = self.groups, f"rank {self.rank}: {self.doing()}"
-        if groups.queued:  # its device may wait for what they never launch, and their program's vote for its device
+        if groups.queued:  # this device may wait for what the others never launch, and their vote for this device
             groups.end(groups.levellings + 1)
         groups.call = groups.call or Call()
         again = (
@@ -245,7 +247,7 @@ class Link:
         ending = groups.end(number) if groups.queued else None
         if ending is not None:
             ending.wait()
-        if (number, STATE) not in watch.posted:  # else an interrupt ended this before it was through
+        if (number, STATE) not in watch.posted:  # else this goes on with a levelling that an interrupt ended
             streams = [[each.count, each.last, [*each.members]] for each in groups.levelling]
             groups.alive = {each: (group, group.party) for each, group in sorted(groups.engines.items())}
             models = {each: group.told() for each, (group, _) in groups.alive.items()}
@@ -253,7 +255,7 @@ class Link:
             watch.posted[number, STATE] = packed(told | {"spreads": groups.spreads})
         states, engines = [unpacked(posted) for posted in self._posted(number, STATE)], groups.alive
         at_place = [[each["streams"][at] for each in states] for at in groups.sums]
-        # Of any sums, also of those that this rank has no part in: all drop gradients, or none does.
+        # For any sums, also those that this rank has no part in: either all ranks drop gradients, or none does.
         uneven = any(there[rank][0] != own[0] for there in at_place for own in there for rank in own[2])
         ours = []
         for at, stream in enumerate(groups.levelling):
@@ -270,7 +272,7 @@ class Link:
             self._wait_in_slices(handle, queued=False, levelling=True)
         spreads = any(each["spreads"] for each in states)
         if ending is not None and (cut := self._begin_anew(ending, [each["streams"] for each in states])):
-            # Data that was to come may be anything now, also at rest: gradients, or numbers that scaled them.
+            # Data that was on its way may be arbitrary now, also at rest: gradients, or numbers that scaled them.
             uneven, spreads = uneven or not cut <= {"parameters", ""}, True
         watch.posted[number, THROUGH] = THROUGH
         self._posted(number, THROUGH)
@@ -278,7 +280,7 @@ class Link:
             stream.discard()
         for engine, (group, _) in engines.items():
             group.levelled([each["engines"][str(engine)] for each in states if str(engine) in each["engines"]], uneven)
-        for heard in [each for each in watch.posted if each[0] < number]:  # by all: they were here
+        for heard in [each for each in watch.posted if each[0] < number]:  # all ranks have these by now
             watch.posted.pop(heard, None)
         groups.spreads = spreads
         groups.call, self.progress.awaited, groups.levellings = Call(), None, number
@@ -313,13 +315,13 @@ class Link:
         return cut
 
     def _posted(self, number: int, what: str) -> list[str]:
-        """Return what every rank has posted for a levelling, once all have. A rank that is gone by its end counts as
-        through."""
+        """Return what every rank has posted for a levelling, once all have. At the levelling's end, a rank that is
+        gone counts as through."""
         ranks, passed = dist.get_world_size(self.groups.parent), THROUGH if what == THROUGH else ""
         try:
             limit, wanting = self.groups.limit, self._look_at_absent
             return self.groups.watch.all_posted(number, what, ranks, limit, passed, wanting)
-        except PeerError:  # of a look at them
+        except PeerError:  # of `_look_at_absent`
             raise
         except RuntimeError as error:
             raise self._loss(error) from error
@@ -328,7 +330,7 @@ class Link:
         return [self.groups.streams[at] for at in self.groups.sums]
 
     def _join(self, stream: Stream, what: Launch) -> None:
-        """Join a collective that others have launched, with memory in which only this rank's parameters are right."""
+        """Join a collective that others have launched, with memory in which only this rank's parameters are valid."""
         verb, engine, bucket, *facts = what
         group: Any = self.groups.engines.get(engine)
         groups = self.groups
@@ -429,7 +431,7 @@ class Link:
 
 
 def _own(group: Any, bucket: int, state: str, nbytes: int, at: torch.device) -> Tensor:
-    """Return all bytes of a bucket, in which this rank's shard of a state is right; zeros if they are no state's."""
+    """Return all bytes of a bucket, with this rank's shard of a state valid; zeros if the bytes belong to no state."""
     whole: Tensor | None = group.party.recovery_copy(bucket, state) if group is not None and state else None
     if whole is None or whole.numel() * whole.itemsize != nbytes:
         return torch.zeros(nbytes, dtype=torch.uint8, device=at)
@@ -437,7 +439,7 @@ def _own(group: Any, bucket: int, state: str, nbytes: int, at: torch.device) -> 
 
 
 def _completes(handle: Any) -> bool:
-    """Tell if a collective completes within one slice, without a wait: if one runs out of time, NCCL aborts all of the
+    """Tell if a collective completes within one slice, by polling: if a wait runs out of time, NCCL aborts all of the
     group's collectives."""
     deadline, pause = time.monotonic() + SLICE.total_seconds(), 1e-5
     while not handle.is_completed():
@@ -449,7 +451,7 @@ def _completes(handle: Any) -> bool:
 
 
 def packed(told: dict[str, Any]) -> str:
-    """Pack a posting into text: one of thousands of collectives that hardly differ must fit into an answer."""
+    """Pack a posting into text, compressed: a posting of thousands of similar collectives must fit into an answer."""
     return base64.b85encode(zlib.compress(json.dumps(told).encode())).decode()
 
 
@@ -467,7 +469,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# Each answers a function of C and its arguments: see *counted is launched* in `launch_log.py`.
+# Each returns a function of C and its arguments: see *counted is launched* in `launch_log.py`.
 
 
 def broadcast(stream: Stream, part: Tensor, source: int) -> tuple[Any, ...]:
@@ -496,8 +498,10 @@ def to_each(stream: Stream, send: Tensor, receive: Tensor, sent: list[int], came
 
 
 def exchange(stream: Stream, own: int, whole: Tensor, part: Tensor, numels: list[int], *, out: bool) -> tuple[Any, ...]:
-    """Return the call by which the first rank gets the parts of all, of `numels` elements by rank; or all, `out` of the
-    last one's `whole`, theirs. Of `part`, and of `whole` where that is had, the first elements are used."""
+    """Return the call by which the first rank gets all ranks' parts in its `whole`; numels: their elements, by rank.
+
+    out: instead, each rank gets its part of the last rank's `whole`. The first elements of `part` are used, and of
+    `whole` on the rank that has it."""
     mine, root = stream.members.index(own), len(numels) - 1 if out else 0
     all_of_it = [numel * (mine == root) for numel in numels]
     one = [numels[mine] * (at == root) for at in range(len(numels))]

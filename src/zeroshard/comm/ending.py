@@ -1,17 +1,18 @@
 """The end of collectives in devices' queues, when an interrupted rank will never launch its part of some.
 
-A rank that ran ahead may wait for its device, in `loss.item()` say, and the device for a collective that the
-interrupted rank never launched. So that rank's host can neither be asked nor stand in for another. But in a device's
-queue a collective can be aborted, and then the device goes on, with memory that holds anything. On a thread of its own
-each rank
+A rank that ran ahead may wait for its device, in `loss.item()` say, while the device waits for a collective that the
+interrupted rank never launched. So the host of such a rank can neither be asked nor stand in for another. But a
+collective in a device's queue can be aborted; then the device goes on, with arbitrary content in memory. On a thread of
+its own each rank
 
     1  posts what it has launched, and launches no more
-    2  knows from what all have posted which collectives get through by themselves, and waits for these: earlier steps
-       are made of them
-    3  posts that they are through: no rank needs any more what this rank has sent. Once all have, it aborts the rest
+    2  finds from all postings which collectives complete by themselves, and waits for these: earlier steps are made of
+       them
+    3  posts that these are through. Once all have posted that, no rank needs what another has sent, and it aborts the
+       rest
 
-and the hosts, once all have come, make the groups anew and go on with the levelling (`collectives.py`). If all ranks
-have launched the same, nothing is aborted.
+Once all hosts have come, they make the groups anew and go on with the levelling (`collectives.py`). If all ranks have
+launched the same, nothing is aborted.
 
 Named hazard, *an abort on one rank alone*: NCCL's own watchdog ends a process whose communicator a peer has left. So
 all ranks abort when all have posted, and none before.
@@ -28,18 +29,18 @@ from typing import Any
 from .launch_log import Stream
 from .watch import Watch
 
-BY_ITSELF = 0.6  # seconds in which a rank's host may come to a levelling that it was called to
+BY_ITSELF = 0.6  # seconds for a rank's host to come, by itself, to a levelling that it was called to
 LAUNCHED, DRAINED = "launched", "drained"  # what is posted
 At = tuple[int, tuple[int, ...]]  # a stream's place among those of a rank, and its members
-# Of each stream how many were launched, its members, and of what is under way number and place among all launches.
+# For each stream: how many were launched, its members, and (number, place among all launches) of those under way.
 Told = list[tuple[int, list[int], list[tuple[int, int]]]]
 
 
 def complete(told: Sequence[Told]) -> dict[At, int]:
-    """Return the number of the last collective of each stream that gets through by itself. told: by each rank.
+    """Return, for each stream, the number of its last collective that completes by itself. told: by each rank.
 
-    These are the ones that all members have launched, and that no member's device comes to after one that some have
-    not.
+    A collective does if all members have launched it, and if no member's device has to get through one before it that
+    does not complete.
     """
     found: dict[At, int] = {}
     for streams in told:
@@ -68,12 +69,12 @@ class Ending:
     def __init__(
         self, number: int, watch: Watch, ranks: int, streams: Sequence[Stream], limit: float, abort: Callable[[], None]
     ) -> None:
-        """streams: of this rank, in queues. limit: seconds to wait for any rank."""
+        """streams: this rank's, in its device's queues. limit: seconds to wait for any rank."""
         self.number, self.streams = number, streams
         self.limits: dict[At, int] = {}
-        self.aborted = self.over = False  # over: are the groups as good as new?
+        self.aborted = self.over = False  # over: can the groups be used again?
         self.error: Exception | None = None
-        self.anew: Any = None  # the call that makes them
+        self.anew: Any = None  # the call that remakes groups
         self._watch, self._ranks, self._limit, self._abort = watch, ranks, limit, abort
         self._thread = threading.Thread(target=self._run, name="ending", daemon=True)
         self._thread.start()

@@ -14,8 +14,10 @@ from typing import Any
 
 
 class Call:
-    """The innermost running call of a file of torch's, `made_by` one of its functions, seen from a hook. Without
-    `made_by`: a given frame's, or that of the function that makes this."""
+    """A running call, held by its frame.
+
+    made_by: a function of torch's; the call is then the innermost one of that function's file, seen from a hook.
+    Without it the frame is the given one, or that of the function that makes this."""
 
     def __init__(self, made_by: Callable[..., Any] | None = None, frame: FrameType | None = None) -> None:
         frame = frame or sys._getframe(1)
@@ -37,7 +39,7 @@ class Call:
             return self._below(sys._getframe(1))
         while True:
             top = sys._current_frames().get(self._thread)
-            # It goes on meanwhile: a call that it has returned from has no caller any more.
+            # That thread goes on meanwhile: a frame that has returned has no caller any more.
             if (found := self._below(top)) or top is sys._current_frames().get(self._thread):
                 return found
 

@@ -1,7 +1,7 @@
 """The process groups that ranks use: how they are made once ranks have come together, and how ranks leave.
 
 Gathers, reductions and control have a group each, so that each is ordered in itself. Making a group waits for all of
-its ranks. So these first tell each other, through the store in which they met, where each can be asked.
+its ranks. So the ranks first tell each other, through the store in which they met, where each can be asked.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from .shared_memory import SharedStream, cannot_share, share
 from .watch import ENDED, GONE, PATIENCE, Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
 log = logging.getLogger("zeroshard")
-LATER = timedelta(minutes=1)  # than ours are time-outs of collectives in a device's queue
+LATER = timedelta(minutes=1)  # how much later than ours a device queue's time-outs come
 CONNECTING = 4 << 20  # bytes of a collective for which backends connect ranks as for large ones
 LEAVING = 10.0  # seconds that a rank whose program ends waits for the others
-_TORCHS = dist.is_initialized.__code__.co_filename  # as its compiled file says, wherever that lies now
+_TORCHS = dist.is_initialized.__code__.co_filename  # the path in its compiled code, wherever the file lies now
 _OF_ALL = ("all_", "barrier", "monitored_barrier", "reduce_scatter")  # no rank gets through these before all have come
 _OF_SOURCE = ("broadcast", "scatter")  # no other rank gets through these before their source has come
 ABORTING = 10.0  # seconds in which aborts return, unless the device waits for something else
@@ -63,7 +63,7 @@ def start(settings: Comm, device: torch.device) -> None:
         # no memory: `split_share` is 0 by default.
         backend, own = dist.get_default_backend_for_device(device), current(device) if asynchronous(device) else None
         dist.init_process_group(backend, timeout=timeout, device_id=own)
-    except Error:  # a world's, which says what it cannot
+    except Error:  # from a world, which says what it cannot do
         raise
     except (RuntimeError, ValueError, OSError) as error:
         raise could_not_meet(os.environ, error) from error
@@ -72,9 +72,9 @@ def start(settings: Comm, device: torch.device) -> None:
     process = os.getpid()
 
     def finish() -> None:
-        # A gloo process that leaves right after its last collective can abort peers that still read from it. But one
-        # that an exception ends must not wait for peers that wait for it: then its own error is what they need. Nor one
-        # that has lost a peer: the store may be where it cannot be reached, and answers no question in time then.
+        # A gloo process that exits right after its last collective can abort peers that still read from it. But a
+        # process that an exception ends must not wait for peers that wait for it: they need its error. Nor must one
+        # that has lost a peer wait: the store may be out of reach, and then answers no question in time.
         if (
             os.getpid() == process and dist.is_initialized() and not still_waits()
         ):  # a fork's connections are its parent's
@@ -102,7 +102,7 @@ def _say_waiting(limit: timedelta) -> None:
 
 
 def _leave_together() -> None:
-    """Wait for other ranks to come to their ends, until all of them have ended: an exception may have ended one."""
+    """Wait until all ranks come to their ends, or all others have ended: an exception may have ended one."""
     # Through the store and not by a collective: one that peers never join could not be given up.
     store, begun, patience = dist.distributed_c10d._get_default_store(), time.monotonic(), 0.2
     store.add("zeroshard/leaving", 1)
@@ -120,14 +120,15 @@ def _all_have_ended() -> bool:
     return bool(answers) and all(answer.silence in (GONE, ENDED) for answer in answers)
 
 
-LONGEST = timedelta(minutes=30)  # a wait, if no time-out is set; at least so long for ranks that write checkpoints
-DESCRIPTORS = 16  # that stay free beside what the groups take
+LONGEST = timedelta(minutes=30)  # a wait's limit if no time-out is set; the least one for ranks that write checkpoints
+DESCRIPTORS = 16  # descriptors to leave free besides those of the groups
 
 
 def _touch_all(parent: Any, ranks: int) -> Any:
-    """Launch a collective in which each rank waits for each: on gloo's connections a rank that has ended shows at once.
+    """Launch a collective in which every rank waits for every other: gloo's connections show at once if a rank has
+    ended.
 
-    A group without gloo has no connections before the first real collective: then None.
+    Return None for a group without gloo, which has no connections before its first real collective.
     """
     with contextlib.suppress(RuntimeError, AttributeError):
         if isinstance(parent._get_backend(torch.device("cpu")), dist.ProcessGroupGloo):
@@ -183,8 +184,8 @@ def launches() -> dict[str, int]:
 def stands_in(thread: int, rank: int, launched: Mapping[str, int]) -> str:
     """Return the collective in which a thread's program waits for a rank, in words; "" if in none.
 
-    rank: its number in the program. launched: `launches()` of that rank: it is not waited for in what it has launched.
-    A device's collective is not waited for inside the call, and not seen.
+    rank: its number in the program. launched: `launches()` of that rank, which is not waited for in a collective that
+    it has launched. A device's collective is not seen, because the call does not wait for it.
     """
     frame: FrameType | None = sys._current_frames().get(thread)
     while frame is not None:
@@ -225,8 +226,8 @@ def _store() -> tuple[str, int] | None:
 def _last_words(groups: weakref.ref[Groups]) -> None:
     """Tell the other ranks how this program ends, and by which exception, before its connections break.
 
-    After an exception it flushes nothing: collectives in its device's queue may be for a rank that has heard of it. At
-    a normal end it waits until all of them are through.
+    After an exception, wait for nothing: collectives in the device's queue may be for a rank that has heard of the
+    exception. At a normal end, wait until all of them are through.
 
     Then close the watch, so that later questions are refused: its thread would not get to answer any more.
     """
@@ -234,7 +235,7 @@ def _last_words(groups: weakref.ref[Groups]) -> None:
     if own is not None:
         if own.loss is None and os.getpid() == own.process:
             if error is None:
-                with contextlib.suppress(RuntimeError):  # of the device: an error that the program has caught
+                with contextlib.suppress(RuntimeError):  # a device's error that the program has caught
                     own.get_through()
                 if not own.aborted:
                     with contextlib.suppress(OSError):
@@ -262,10 +263,10 @@ def _new_group(*, lazy: bool = False, alone: bool = False, **options: Any) -> An
     """Make a process group whose gloo threads interrupt no other when a message wakes them:
     docs/decisions/batch-threads.md.
 
-    lazy: without a connection between any two ranks, of which a thousand ranks cannot make enough.
-    alone: while other ranks of the program make none. So it is not split from the group of all, which they would wait
-        for: torch does that where `init_process_group` was told of a device. Nor is one of gloo, which torch would ask
-        for its backend of that device: it has one of CPUs, and of GPUs by CUDA.
+    lazy: connect no ranks in advance: a thousand ranks cannot have a connection between any two of them.
+    alone: other ranks of the program make no group. So it is not split from the group of all ranks, where the split
+        would wait for all; torch splits if `init_process_group` was told of a device. A gloo group is not split
+        either: torch would ask it for a backend of that device, and gloo has one for CPUs, and by CUDA for GPUs.
     """
     before, said, everyones = _loops(), os.environ.get(_LAZY), dist.group.WORLD
     device = None if everyones is None else everyones.bound_device_id
@@ -313,7 +314,7 @@ class Wanted(NamedTuple):
     members: Sequence[int]  # their ranks among the ranks of the model
     lazy: bool = False  # are connections made only where something is sent?
     sums: bool = False  # do sums go through it?
-    exchanges: bool = False  # does each rank send to each, other bytes than to the next?
+    exchanges: bool = False  # does each rank send different bytes to every other rank?
 
     @property
     def sockets(self) -> int:
@@ -323,7 +324,7 @@ class Wanted(NamedTuple):
     def made(self, everyone: Sequence[int], options: dict[str, Any], *, queued: bool) -> Any:
         """Make the group. everyone: all of the model's ranks, by their number in the program. queued: see `Groups`."""
         ranks = [everyone[rank] for rank in self.members]
-        if queued and "timeout" in options:  # so that we have named who is gone before the program is ended
+        if queued and "timeout" in options:  # so that zeroshard has named lost ranks before the program is ended
             options = {**options, "timeout": options["timeout"] + LATER}
         return _new_group(lazy=self.lazy, backend=self.backend, **{**options, "ranks": ranks})
 
@@ -362,7 +363,7 @@ def _end_one(group: Any) -> None:
 
 
 def _in_queues() -> dict[int, Callable[[], None]]:
-    """Return what ends each process group in a device's queue, the program's own included."""
+    """Return the call that aborts each process group in a device's queue, the program's own groups included."""
     ends: dict[int, Callable[[], None]] = {}
     for group in tuple(dist.distributed_c10d._world.pg_map):
         told = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
@@ -401,7 +402,8 @@ class Groups:
         on_axis: Seat | None,
         transport: Transport,
     ) -> None:
-        """sits: in the team of all parameters but those along an axis, which have one of their own."""
+        """sits: the seat in the team of all parameters not along an axis. on_axis: the seat in the team of the
+        others."""
         ranks, rank = dist.get_process_group_ranks(parent), dist.get_rank(parent)
         alone = len(ranks) < dist.get_world_size()
         options: dict[str, Any] = {"ranks": ranks, "use_local_synchronization": True, "alone": alone}
@@ -410,11 +412,11 @@ class Groups:
             options["timeout"] = limit
         self.device = device
         self.backend = backend_for(device, parent)
-        # Does the device's queue wait for data, and not this thread? Gloo takes even a GPU's through the host.
+        # True if the device's queue waits for data, and not this thread. Gloo moves even a GPU's data through the host.
         self.queued = asynchronous(device) and self.backend != "gloo"
         self._wanted = wanted = _wanted(rank, len(ranks), sits, on_axis, self.backend)
         self.ranks, self._options = ranks, options
-        # Of the streams, those of a device's queue.
+        # The places of the streams in a device's queue.
         self.queues = [at for at, each in enumerate(wanted) if self.queued and each.use not in CONTROL]
         self._parent = weakref.ref(parent)
         self.process, self.seat, self._engines = os.getpid(), sits, 0
@@ -423,18 +425,18 @@ class Groups:
         self._save_streams: dict[bool, Attended] = {}
         self.streams: list[Stream] = []
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
-        # Models at a levelling, held to its end: all ranks then know of the same ones whether they live.
+        # Models at a levelling, kept alive to its end, so that all ranks agree on which models are alive.
         self.alive: dict[int, tuple[Any, Any]] = {}
         self.call: Call | None = None  # the verb that this rank is in
         self.levellings = 0  # so far
-        self.spreads = False  # must owners' updates still be sent anew, after one?
-        self._ending: Ending | None = None  # of the last one that this rank was called to
-        self._summoned: dict[int, float] = {}  # when it first was, by levelling
+        self.spreads = False  # must owners' updates still be sent anew after a levelling?
+        self._ending: Ending | None = None  # of the last levelling that this rank was called to
+        self._summoned: dict[int, float] = {}  # by levelling, the time of the first call
         self._lock, self._aborting = threading.Lock(), threading.RLock()
         self.limit = (limit or LONGEST).total_seconds()
         self.speaker: Callable[[], Speaker | None] | None = None  # the engine that waited last
         self.loss: str | None = None  # why a collective did not complete
-        self.aborted = False  # were the groups of data ended, in devices' queues?
+        self.aborted = False  # were the data groups in devices' queues aborted?
         self.seen = ""  # what the other ranks said then
         about = weakref.WeakMethod(self._about)
         alike = mesh_told(sits)
@@ -457,7 +459,7 @@ class Groups:
             self._share(parent, transport)
 
     def _answer(self) -> None:
-        """Let the watch call this rank's groups, as long as there are any."""
+        """Let the watch call these groups as long as they are alive."""
         abort, summon = weakref.WeakMethod(self.abort), weakref.WeakMethod(self._summon)
         left = weakref.WeakMethod(self._left)
         self.watch.alarmed = lambda: (abort() or _nothing)()
@@ -479,10 +481,10 @@ class Groups:
         ]
 
     def _connect(self, groups: Sequence[Any]) -> None:
-        """Make a backend connect the ranks now, group by group in one order on all of them.
+        """Make the backend connect the ranks now, group by group, in the same order on all ranks.
 
-        It does so in the first collective of a kind and size, and waits there for all of its ranks: in a backward these
-        may wait for each other by other means.
+        A backend connects ranks in the first collective of a kind and size, and waits there for all of its ranks. In a
+        backward these ranks may wait for each other by other means.
         """
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for at, group in zip(self.queues, groups, strict=True):
@@ -503,7 +505,7 @@ class Groups:
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.control.group)
 
     def _name(self, wanted: Sequence[Wanted]) -> None:
-        """Set attributes for the streams of uses that every engine has; `named` has all by their use."""
+        """Set an attribute for each stream that every engine uses; `named` has all streams, by use."""
         self.named = found = defaultdict[str, list[Stream]](list)
         for each, stream in zip(wanted, self.streams, strict=True):
             found[each.use].append(stream)
@@ -535,13 +537,14 @@ class Groups:
     def _come_together(
         parent: Any, alike: str, needed: int, limit: float, about: Callable[[], dict[str, Any]]
     ) -> Watch:
-        """Wait until every rank is here and knows where to ask the others: making groups, none could be asked.
+        """Wait until every rank is here and knows where to ask the others: else none could be asked while groups are
+        made.
 
         alike: what must be equal in the groups of all ranks. needed: file descriptors that the groups take.
         """
         rank, ranks, name = dist.get_rank(parent), dist.get_world_size(parent), str(parent.group_name)
         store = dist.distributed_c10d._get_default_store()
-        # The store may outlive a process group, and its ranks come together once for each time-out.
+        # The store may outlive a process group, and the group's ranks come together once for each time-out.
         at = f"zeroshard/{name}/{store.add(f'zeroshard/{name}/came/{rank}', 1)}"
         connections = _touch_all(parent, ranks)
         free, needed = _free_descriptors(), DESCRIPTORS + needed
@@ -566,12 +569,12 @@ class Groups:
         return _nothing() if speaker is None else speaker.about()
 
     def _left(self, rank: int, launched: Mapping[str, int]) -> Left:
-        """Return what this rank has left, as a rank of the program asks that has `launched` so many collectives in each
-        group. Called on the watch's thread."""
+        """Return what this rank has left. rank: the one that asks, by its number in the program. launched: how many
+        collectives that rank has launched in each group. Called on the watch's thread."""
         models = [each for each in (reference() for reference in self.engines.valuerefs()) if each is not None]
         found = next((words for words in (each.left_open() for each in models) if words), "")
         forward = next((each.progress.left for each in models if each.progress.left), "")
-        # Counts last: what is left at first, and not levelled, has not launched anything since.
+        # Read the counts last: if something was left above and is not levelled, nothing was launched since.
         return Left(
             found, stands_in(self._thread, rank, launched), forward, [stream.count for stream in self.levelling]
         )
@@ -581,7 +584,7 @@ class Groups:
         return self._parent()
 
     def get_through(self) -> None:
-        """Wait at the program's end for what devices' queues hold; unless a rank is gone, for which that never ends."""
+        """Wait at the program's end for what devices' queues hold. If a rank is gone, that never ends: abort it."""
         handles = [each for at in self.queues for each in self.streams[at].under_way]
         begun, patience = time.monotonic(), 0.2
         while not (self.aborted or all(handle.is_completed() for handle in handles)):
@@ -596,18 +599,18 @@ class Groups:
         """End the collectives in devices' queues, because a rank is gone that they wait for."""
         if not self.queues:
             return
-        with self._aborting:  # the watch's thread hears of it while the program's does
+        with self._aborting:  # the watch's thread and the program's may both come here
             if not self.aborted:
                 self._abort()
                 self.aborted = True
 
     def _abort(self) -> None:
-        """End what is under way in all of them at once.
+        """Abort all groups in devices' queues concurrently.
 
-        One after the other never ends: to free a communicator's memory CUDA waits for all that runs on the device, and
-        so for the next communicator's kernels, which only their own abort ends. torch aborts in a thread of its own,
-        which NCCL's group calls do not reach. If the device waits for a collective of the program's own, or of other
-        models, that one is ended as well: no rank could go on otherwise.
+        One after the other would never end: to free a communicator's memory, CUDA waits for all that runs on the
+        device, also the kernels of the next communicator, which only their own abort ends. torch aborts in a thread of
+        its own, which NCCL's group calls do not reach. If the device waits for a collective of the program's own, or of
+        other models, that one is ended as well: no rank could go on otherwise.
         """
         aborts = AtOnce({id(each.group): partial(_end_one, each.group) for each in self.streams if each.queued})
         try:
@@ -624,7 +627,7 @@ class Groups:
                 _end_queues()
 
     def cut_off(self) -> None:
-        """Tell all ranks that collectives of these groups end with those of others: what they bring may be anything."""
+        """Tell all ranks that these collectives are aborted with those of other groups: their data may be arbitrary."""
         if self.queues and self.loss is None:
             mine = {self.watch.rank: "aborted them with those of other groups on its device"}
             lost = self.watch.blame() or mine
@@ -654,12 +657,13 @@ class Groups:
             return self._ending
 
     def begin_anew(self, ending: Ending, states: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Make the groups of devices' queues anew, once all has ended on all ranks, which are here.
+        """Make the groups of devices' queues anew, once everything has ended on all ranks, which are here.
 
-        states: by rank and stream, first how many were launched.
+        states: by rank and stream; each begins with how many collectives were launched.
 
-        torch keeps those of before to its end: by their number it names the new ones, and their names stay taken in the
-        store. These are not split from the group of all, in which the program may have something under way.
+        torch keeps the old groups to its own end: it names new groups by how many there are, and old names stay taken
+        in the store. The new ones are not split from the group of all ranks, in which the program may have something
+        under way.
         """
         finish(self.device)  # aborted collectives write nothing any more
         ending.anew = ending.anew or Attended(self._make_anew)
@@ -674,13 +678,13 @@ class Groups:
 
     @property
     def launched(self) -> list[int]:
-        """The numbers of collectives launched so far, by stream. Of sums, and behind the training, 0: ranks that do the
-        same do all others in one order with the beginnings of sums."""
+        """The numbers of collectives launched so far, by stream; 0 for streams of sums and behind the training. Ranks
+        that do the same launch all other collectives, and begin sums, in one common order."""
         return [0 if at in self.sums or each.behind else each.count for at, each in enumerate(self.streams)]
 
     def progress(self) -> dict[str, Any]:
         """Return how far this rank has come, as fields of `watch.Answer`. Called on the watch's thread."""
-        launched = self.launched  # before it is told how many sums: what is launched then has come after more of them
+        launched = self.launched  # read before `sums_begun`: a later launch may have come after more sums
         return {"launched": launched, "sums": self.sums_begun, "parted": self.parted}
 
     def number(self) -> int:
@@ -694,7 +698,7 @@ class Groups:
         return [stream for stream in self.streams if not stream.behind]
 
     def for_saves(self, *, behind: bool) -> Stream:
-        """Return the control stream for saves, made once of each kind, also if an interrupt ends the wait for it."""
+        """Return the control stream for saves, made once for each kind, even if an interrupt ends the wait for it."""
         if behind not in self._save_streams:
             self._save_streams[behind] = Attended(
                 lambda: _new_group(lazy=len(self.axes) > 1, backend="gloo", **self._for_saves)

@@ -1,6 +1,6 @@
 """The ranks of one host that share memory: how they find each other, and the notices that they send while they work.
 
-They meet through abstract local sockets, of which each rank tells the others the name and a token through the store in
+They meet through abstract local sockets. Each rank tells the others its socket's name and a token through the store in
 which all ranks met. A rank with another boot id, user or network namespace cannot reach that socket, and counts as on
 another host. All ranks hear of it, so that all of them choose the same.
 
@@ -135,7 +135,7 @@ class Neighbours:
         return any(line.outbox for line in self.lines.values())
 
     def listen(self, seconds: float = 0.0) -> None:
-        """Send waiting notices, and heed those that have come; wait at most so long if none has."""
+        """Send waiting notices, and heed those that have come. If none has come, wait at most `seconds`."""
         if self._listens is not None and self._listens.running():
             return  # inside itself, in a signal's handler
         self._listens = Call()
@@ -149,7 +149,7 @@ class Neighbours:
             line.receive()
             self._heed(self._ranks[number], line)
             if line.gone:
-                with contextlib.suppress(KeyError):  # an interrupt came after this
+                with contextlib.suppress(KeyError):  # an interrupted call has done it
                     self._poll.unregister(number)
         self._listens = None
 

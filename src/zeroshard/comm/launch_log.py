@@ -1,16 +1,17 @@
 """Streams: this rank's launches in each process group, so that all ranks recover in the same way after an interrupt.
 
-Every rank launches the same collectives in a process group, in the same order: what one rank has launched of them is a
-beginning of what another has. An exception, Ctrl-C or want of memory takes a rank out of that at any point, and others
-then wait for its part. Its next verb calls all ranks to a *levelling*, beside the collectives (`watch.py`):
+Every rank launches the same collectives in a process group, in the same order: the launches of one rank are a
+prefix of another's. An exception, such as Ctrl-C or out of memory, can take a rank out of that at any point, and others
+then wait for its part. Its next verb calls all ranks to a *levelling*, by messages outside the collectives
+(`watch.py`):
 
-    1  each posts how far it is in every stream, and what it has launched last
-    2  once all have posted, each launches what any other has launched and it has not, with memory that stands in
-    3  each waits for all of that, and for all to be so far: a program that ends now leaves no rank waiting
-    4  each forgets what it was in the middle of, and numbers its meetings as the furthest does
+    1  each rank posts how far it is in every stream, and what it has launched last
+    2  once all have posted, each launches what another rank has launched and it has not, with stand-in memory
+    3  each waits for these collectives, and for all ranks to be here: a program that ends now leaves no rank waiting
+    4  each forgets what it was in the middle of, and counts its meetings on from the furthest rank's numbers
 
-A rank that waits then does nothing else, so nothing that stood in for data is ever used. Afterwards the ranks are at
-one point, and can try again. If a levelling is interrupted itself, the next verb goes on with it.
+A rank that waits does nothing else then, so stand-in data is never used. Afterwards the ranks are at one point, and can
+try again. If a levelling is interrupted itself, the next verb goes on with it.
 
 In a device's queue no rank stands in: see `ending.py`.
 
@@ -30,7 +31,7 @@ KEPT = 2048  # collectives that a rank remembers in each stream: others may be s
 Launch = tuple[Any, ...]  # a verb and what it takes to join it; JSON-able
 
 
-# Its number, its handle in a list that is empty once that was let go of, its place among the launches of all streams.
+# Its number, what it is, a list of its handle (empty once that was let go of), its place among all streams' launches.
 InFlight = tuple[int, Launch, list[Any], int]
 
 
@@ -85,7 +86,7 @@ class Stream:
         handle = map(list, zip(map(call, *([arg] for arg in args)), strict=True))
         flights, mine = tee(zip((self.count + 1,), (what,), handle, self._places, strict=False))
         self._flights.extend(flights)
-        # By now it may be through, and pruned: in a signal's handler.
+        # If it is through by now, a signal's handler may have pruned it.
         return next(mine)[2][0]
 
     def prune(self) -> None:
@@ -97,7 +98,7 @@ class Stream:
             if not all(handle.is_completed() for handle in flight[2]):
                 return
             if not self._landed or self._landed[-1][0] < flight[0]:
-                self._landed.append(_numbered(flight))  # an interrupt after this leaves it in both: the same number
+                self._landed.append(_numbered(flight))  # after an interrupt here it is in both, with one number
             with contextlib.suppress(ValueError):  # a handler was faster
                 self._flights.remove(flight)
 
@@ -136,7 +137,7 @@ class Stream:
         return [(at, place) for at, _, handle, place in flights if not all(each.is_completed() for each in handle)]
 
     def resume(self, group: Any, most: int) -> None:
-        """Go on in `group`, since all under way has ended, with numbers after the most that any rank had launched."""
+        """Go on in `group`, now that nothing is under way, with numbers after `most`, the most of any rank."""
         self._landed.append((most, ()))
         self._flights.clear()
         self.group = group

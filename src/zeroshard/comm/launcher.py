@@ -1,6 +1,6 @@
-"""The launcher's variables in the environment that tell a process its ranks, and errors for incomplete ones.
+"""The environment variables by which a launcher tells a process its ranks, and errors for incomplete ones.
 
-    WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT    torchrun's, or set by hand: one of several ranks, or all that counts
+    WORLD_SIZE, RANK, MASTER_ADDR, MASTER_PORT    torchrun's, or set by hand: one of several ranks; nothing else counts
     WORLD_SIZE=1                                  one rank, whatever started it
     none of them, but SLURM's or mpirun's         an error: several processes that would each train alone
     none at all                                   one rank
@@ -19,8 +19,8 @@ from ..errors import UserError
 
 RESOLVES = 10.0  # seconds for a name server to learn of MASTER_ADDR: hosts of one job may come up in any order
 
-# How many processes the launcher has started, and which of them this is. Whoever starts such a program by another one
-# (`srun torchrun`) sets WORLD_SIZE for it.
+# Variables that say how many processes the launcher has started, and which of them this is. A second launcher inside
+# the first (`srun torchrun`) sets WORLD_SIZE.
 _LAUNCHERS = (
     ("srun", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), "SLURM_PROCID"),
     ("mpirun (Open MPI)", ("OMPI_COMM_WORLD_SIZE",), "OMPI_COMM_WORLD_RANK"),
@@ -134,7 +134,7 @@ def could_not_meet(environment: Mapping[str, str], error: Exception) -> UserErro
     instead = "see that rank 0 runs at MASTER_ADDR, that MASTER_PORT can be reached, and GLOO_SOCKET_IFNAME"
     if "too many open files" in said.lower():
         instead = "ulimit -n 65536 before the program starts: every rank holds connections to every other"
-    elif "NCCL" in said:  # it says no more of two ranks on one device
+    elif "NCCL" in said:  # NCCL says no more of two ranks on one device
         instead = "start one process for each GPU: torchrun --nproc-per-node gpu; NCCL_DEBUG=WARN says what it refuses"
     elif environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment["TORCHELASTIC_MAX_RESTARTS"] != "0":
         instead += (

@@ -1,12 +1,12 @@
 """`Left`: what a rank has left, so that whoever waits for it knows that it will not come.
 
-An exception takes one rank out of a forward, a backward or a step, the program catches it there, and then meets the
-other ranks by a collective of its own: a vote before it tries again. The others wait for that rank in the engine, and
-its next verb of zeroshard's, which would tell them, comes after the vote. So a rank whose wait does not end looks at
-some of those that it waits for, by the watch (`watch.py`). What they say is a fact about themselves, as others see it:
+Suppose an exception takes one rank out of a forward, a backward or a step. The program catches it there, and then meets
+the other ranks by a collective of its own: a vote before it tries again. The others wait for that rank in the engine,
+and its next verb of zeroshard's, which would tell them, comes after the vote. So a rank whose wait does not end looks
+at some of the ranks that it waits for, by the watch (`watch.py`). Each of these answers with a fact about itself:
 
     open       an exception has ended a transaction or a verb: the rank launches nothing before all have levelled that
-    stands in  its program waits for this rank in a collective over a group of its own: a vote, or a broadcast from it
+    stands in  its program waits for the asking rank in a collective of its own: a vote, or a broadcast from that rank
     forward    its last forward raised, and was ended on all ranks together: no backward can follow that one
 
 A rank stops waiting only if the other one has not launched the collective that it waits for (`keeps`). So nothing
@@ -34,7 +34,7 @@ class Left(NamedTuple):
     def keeps(self, place: int, number: int, *, backward: bool) -> str:
         """Return why this rank will not launch the collective that another one waits for; "" if it has, or still may.
 
-        place, number: it is the collective with this number, counted from 1, of the stream at this place.
+        place, number: of the collective: its stream's place, and its number in that stream, counted from 1.
         backward: does it begin a backward that no rank has come to yet? A rank whose last forward raised never will.
         """
         if place < len(self.counts) and self.counts[place] >= number:
@@ -45,7 +45,7 @@ class Left(NamedTuple):
 
 
 def next_looked_at(members: Sequence[int], own: int, turn: int) -> list[int]:
-    """Return the ranks that a rank looks at, next after it first. turn: how often it has looked before.
+    """Return the ranks that a rank looks at, from the one after it on. turn: how often it has looked before.
 
     If all wait for one rank, some of them look at it first; one that waits alone comes to all in turn.
     """

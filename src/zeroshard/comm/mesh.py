@@ -26,7 +26,7 @@ from .transport import Team
 def connect(settings: Comm, ledger: Ledger, device: torch.device, axis: str = "", tensor: Any = None) -> Group:
     """Return this rank's end of the group that `settings` names; start `torch.distributed` if it is not started.
 
-    axis: of its mesh, that some parameters are sharded along; all ranks shard the others then.
+    axis: the axis of its mesh along which some parameters are sharded; all ranks shard the other parameters then.
     tensor: the `DeviceMesh` of one axis over which tensor parallelism has cut parameters: `settings` names another axis
         of the same mesh, along which all parameters are sharded, and the ranks of both axes agree.
     Under a launcher (`RANK` and `WORLD_SIZE` set) the default process group is made here and ended at exit.
@@ -113,7 +113,7 @@ def _beside(data: Any, tensor: Any, settings: Comm, ledger: Ledger, device: torc
     parent = _everyone_of(mesh)
     rank = dist.get_rank(parent)
     place = seat_on(rank, dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)), data.mesh_dim_names[0])
-    # What is not cut has a copy in each team, and is not cut again: its parts are replicas.
+    # A tensor that tensor parallelism does not cut has a copy in each team: its parts are replicas.
     sits = place._replace(part=0, parts=1, replica=place.part, replicas=place.parts, mirrored=place.parts > 1)
     if dist.get_world_size(parent) == 1:
         return Group(Team(ledger, device))

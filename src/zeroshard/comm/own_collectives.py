@@ -1,8 +1,9 @@
 """Refuse collectives of an optimizer's own inside `step()`.
 
-Some optimizers are written for replicated parameters: each rank updates every n-th matrix, and gathers the others, as
-the Muon of Keller Jordan that many programs have copied. Beside sharded states each rank's list holds other parameters,
-so what such a step gathers would land in the wrong ones. What zeroshard knows sends nothing; another class is watched.
+Some optimizers are written for replicated parameters: each rank updates every n-th matrix and gathers the others, as
+does the Muon of Keller Jordan, which many programs have copied. With sharded states, the lists of ranks hold different
+parameters, so what such a step gathers would land in the wrong ones. The optimizers that zeroshard knows send nothing;
+any other class is watched.
 
 Only the calls of `torch.distributed` that reach a process group's Python methods are seen, in the step's own thread.
 """
@@ -29,7 +30,7 @@ _SENDING = (
 
 
 _watching: dict[int, OwnCollectives] = {}  # by thread, while it may be inside an optimizer's own update
-_before: list[tuple[type, str, Any]] = []  # what process groups' classes have without the watch
+_before: list[tuple[type, str, Any]] = []  # the original methods of the process groups' classes
 _lock = threading.Lock()
 
 
@@ -40,7 +41,7 @@ class OwnCollectives:
         """where: the optimizer's class and number, and the rank. running: does a step of it run on this thread?"""
         self.where = where
         self.running = running
-        self._inside = False  # is it known that the update runs, whatever `running` says?
+        self._inside = False  # True if the update is known to run, whatever `running` says
         self._thread: int | None = None
 
     def begin(self) -> None:

@@ -36,9 +36,9 @@ from .process_team import ProcessTeam
 
 log = logging.getLogger("zeroshard")
 _CHOOSING = "choosing what to gather"
-_ALIKE, _OWN, _FLAGS = 4, 7, 8  # where in a row the meeting's own integers begin and end, and the last
+_ALIKE, _OWN, _FLAGS = 4, 7, 8  # places in a row: where the meeting's own integers begin and end, and the flags
 _CALLS = "forward", "forward without grad"
-_FAILED, _NEWS, _TORN, _SIGNALLED = 1, 2, 4, 8  # the last times the number of a signal
+_FAILED, _NEWS, _TORN, _SIGNALLED = 1, 2, 4, 8  # bits of flags; the last times a signal's number
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 
@@ -79,7 +79,7 @@ def verb(method: Verb) -> Verb:
             self.refuse_within(busy=self._groups.call is not None and self._groups.call.running(), around=False)
         self._link.begin(Call())
         answer = method(self, *args, **kwargs)
-        self._link.end()  # and after an exception not before a levelling
+        self._link.end()  # not after an exception: then a levelling ends the call
         return answer
 
     return cast(Verb, without_own_lines(called))
@@ -143,7 +143,7 @@ class ProcessGroup(Group):
             self.party.levelled(uneven or differ or any(each["unsettled"] for each in told))
 
     def spread(self) -> None:
-        """Send owners' updates once more, which may not have reached all. All ranks do it, model after model."""
+        """Send owners' updates once more, because they may not have reached all ranks. All ranks do it, by model."""
         if self.party is not None:
             self.party.spread()
 
@@ -157,7 +157,7 @@ class ProcessGroup(Group):
     @verb
     def _broadcast(self, tensor: Tensor, source: int, ahead: bool) -> None:
         raw = tensor.view(torch.uint8)
-        # What moves a device's tensors may refuse those of the host.
+        # The device's backend may refuse tensors of the host.
         stream = self._groups.broadcasts if tensor.device.type == self.device.type else self._stream
         handle = self._link.broadcast(stream, raw, self._global[source], (-1, "", raw.numel()), 0)
         self._link.wait("a broadcast", None, handle, queued=stream.queued, ahead=ahead)
@@ -180,7 +180,7 @@ class ProcessGroup(Group):
         """
         event = self._count_rows()
         at = f"{what} {number}"
-        mends = what.startswith((LOADING, TELLING))  # at which ranks need not hold the weights of one step
+        mends = what.startswith((LOADING, TELLING))  # at these meetings ranks need not hold the weights of one step
         own = [self._link.engine, _number(what), number, 0 if mends else self.progress.steps, *integers]
         own += [0] * (_OWN - len(own))
         flags = _FAILED * (self.failed is not None) + _NEWS * self.news + _TORN * bool(self.torn)
@@ -196,7 +196,7 @@ class ProcessGroup(Group):
         if torn or any(row[:compared] != rows[0][:compared] for row in rows):
             self._disagree(rows, at, facts, torn=torn)
         self.progress.met = at
-        if what != _CHOOSING:  # at which a rank whose forward raised takes part to its end
+        if what != _CHOOSING:  # in which a rank whose forward raised still takes part, to the forward's end
             self.progress.trouble = self.progress.left = ""
         return rows
 
@@ -267,8 +267,8 @@ class ProcessGroup(Group):
         return self._all_reduce(tensor, "SUM")
 
     def _all_reduce(self, tensor: Tensor, how: str) -> Tensor:
-        """Reduce a tensor over all ranks; a device's in its queue, which alone waits, so that this rank's next meeting
-        finds a loss."""
+        """Reduce a tensor over all ranks. A device's tensor is reduced in its queue, and only the queue waits: a lost
+        collective is found at this rank's next meeting."""
         queued = self._groups.queued and not tensor.is_cpu
         stream, tensor = (self._groups.broadcasts, tensor) if queued else (self._stream, ask(tensor))
         event = self._count_control(tensor.numel() * tensor.itemsize)
@@ -301,7 +301,7 @@ class ProcessGroup(Group):
     def parted(self) -> bool:
         """Tell if ranks differ in what they do in this backward: ask those on this rank's lines of the grid.
 
-        They differ if one of them waits for a collective that this rank has not launched, although it has begun fewer
+        They differ if one of them waits for a collective that this rank has not launched, and yet has begun fewer
         sums. Ranks that do the same begin sums, and launch all else, in one order: then a rank that has begun fewer
         sums has launched no more. So the answer is never wrong, also if a message is late, and as many bytes are held
         as were planned. A rank that knows that they differ tells whoever asks it: after a few rounds all know.

@@ -31,7 +31,7 @@ class ProcessTeam(Team):
         streams: Sequence[Stream],
         shared: Sequence[SharedStream] = (),
     ) -> None:
-        """streams: of gathers and of reductions. shared: the same, where these go through memory."""
+        """streams: of gathers and of reductions. shared: the same two, if they go through shared memory."""
         super().__init__(ledger, device, sits, shares=bool(shared))
         self.link = link
         self.queued = link.groups.queued

@@ -4,7 +4,7 @@
     landed    this rank has added its part; others may have to add theirs
     stored    the average is where it rests
 
-The engine moves tensors by it, and the planner numbers of bytes. Imports neither torch nor anything distributed.
+The engine runs it with tensors, and the planner with numbers of bytes. Imports neither torch nor anything distributed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Memory(Protocol[M]):
     def give_back(self, state: str, memory: M) -> None: ...
 
     def again(self, memory: M) -> M:
-        """Return memory for another message of this rank's: the last one's, or other if a rank still reads that."""
+        """Return memory for this rank's next message: the last one's, or other memory if a rank still reads that."""
         return memory
 
 
@@ -35,7 +35,7 @@ class Scratch(Generic[M]):
     def __init__(self, memory: Memory[M], state: str) -> None:
         self._memory = memory
         self._state = state
-        self._kept: list[tuple[int, Any, M]] = []  # by numel and dtype; the longest kept first
+        self._kept: list[tuple[int, Any, M]] = []  # (numel, dtype, memory); the longest kept first
         self._taken: list[tuple[int, Any, M]] = []  # and not given back
 
     def take(self, numel: int, dtype: Any) -> M:
@@ -127,15 +127,15 @@ class Flow(Generic[S, M]):
         (self._land_oldest if self._sent else self._store_oldest)()
 
     def _land_oldest(self) -> None:
-        each = self._sent[0]  # until it has landed: an exception may come at any moment
+        each = self._sent[0]  # stays in the list until it has landed: an exception may come anytime
         self.land(each)
         self._landed.append(each)
         self.scratch.give_back(each.receive)
         self.landed(each)
         self._sent.pop(0)
         if each.running is None and len(self._landed) == 1:
-            # Not before the sums ahead of it, though nothing of it is on its way: where each average is gathered, all
-            # ranks of a team gather in one order, and other ranks may have a part of this one.
+            # Nothing of this sum is on its way, but it is not stored before the sums ahead of it: if averages are
+            # gathered, all ranks of a team gather in one order, and other ranks may have a part of this sum.
             self._store(self._landed.pop())
 
     def _store_oldest(self) -> None:

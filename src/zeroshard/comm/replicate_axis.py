@@ -45,9 +45,10 @@ def wanted(sits: Seat, ranks: int, backend: str) -> list[Wanted]:
 
 
 def _pairs(sits: Seat) -> list[list[int]]:
-    """Return the pairs of neighbouring replicas that a rank is in: first a pair that begins with an even one.
+    """Return the pairs of neighbouring replicas that a rank is in, the pair that begins with an even one first.
 
-    torch names a group by how many a process has, so all ranks make as many: one without a pair in a turn, alone.
+    torch names a group by how many groups a process has, so all ranks make equally many: a rank without a pair makes
+    a group of itself alone.
     """
     found = []
     for first in range(min(sits.replicas - 1, 2)):
@@ -57,15 +58,15 @@ def _pairs(sits: Seat) -> list[list[int]]:
 
 
 class Column:
-    """One rank's end of its column, and the counts of its bytes. By itself it sends nothing, as `Team` does."""
+    """One rank's handle on its column, and the counts of its bytes. Like `Team`, this class itself sends nothing."""
 
     def __init__(self, team: Team) -> None:
-        self._of = weakref.ref(team)  # which has this
+        self._of = weakref.ref(team)  # owns this one
 
     def share(self, shard: Tensor, bucket: Bucket, state: str, *, gathers: bool = False) -> Work:
-        """Share a shard between replicas in place: each part of it, 1-D, becomes that of the replica that has it.
+        """Share a 1-D shard between replicas in place: each replica's part of it arrives at all other replicas.
 
-        gathers: it is a gather's first level, which may be under way beside sums.
+        gathers: this is a gather's first level, which may be under way at the same time as sums.
         """
         team = self._of()
         assert team is not None
@@ -89,9 +90,9 @@ class Column:
         return []
 
     def exchange(self, shard: Tensor, part: Tensor, numels: Sequence[int], *, out: bool) -> list[Any]:
-        """Send each replica's part of a shard, of so many elements by replica, to the first, which gets the `shard`.
+        """Send each replica's `part` of a shard to the first replica, which gets the whole `shard`.
 
-        out: send each its part from the last one, which has the shard.
+        numels: the elements of each part. out: send each replica its part from the last one, which has the shard.
         """
         return []
 
@@ -107,7 +108,7 @@ class ProcessColumn(Column):
         (self._stream,) = named["copies"]
         (self._starts,) = named["starts"] or named["copies"]
         (self._firsts,) = named["first"] or named["copies"]
-        # By the first of the two replicas.
+        # Keyed by the first of the two replicas.
         self._pairs = {each.members[0] // sits.size: each for each in named["pair"] if len(each.members) == 2}
         if team.queued and os.environ.get(_ONE_CONNECTION) == "1" and link.rank == 0:
             log.warning(

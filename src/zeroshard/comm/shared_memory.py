@@ -4,9 +4,10 @@
     gather    a copy of the own shard                     POSTED           copy it into their whole bucket, and say READ
     reduce    all of this rank's contributions            POSTED           add up their shard of them, and say READ
 
-The operations, operands and order are those of any other transport, so the bits are. Memory that was READ by all is
-used again. It has no name (memfd): whatever ends a rank, kill -9 too, it is gone with the last process that maps it. It
-cannot be shrunk under a reader (seals), and a system without room says so when it is made, not when it is written.
+The operations, operands and order are those of any other transport, so the bits are the same. Memory that all ranks
+have READ is used again. It has no name (memfd): whatever ends a rank, even kill -9, the memory is gone with the last
+process that maps it. Seals keep it from being shrunk under a reader. If the system has no room, making the memory
+fails, not writing to it.
 
 Launches are counted and can be joined as `launch_log.py` says: a rank that stands in shares zeros, or its own shard. A
 `Flight` is posted after it was counted, and posted again if an interrupt came between: a rank that has heard of it does
@@ -48,7 +49,7 @@ def _made(nbytes: int) -> tuple[Tensor, Descriptor]:
 
 
 def _mapped(descriptor: int, nbytes: int, *, shared: bool = True) -> Tensor:
-    # By its path, since what torch maps so it holds without a descriptor.
+    # By its path, because torch then keeps the mapping without a descriptor.
     try:
         return torch.from_file(f"/proc/self/fd/{descriptor}", shared=shared, size=nbytes, dtype=torch.uint8)
     except RuntimeError as error:
@@ -69,13 +70,13 @@ class Block:
         self.number = number
         self.memory = memory
         self.readers: set[int] = set()  # ranks that have not read the last message yet
-        self.flight: Flight | None = None  # which that was
+        self.flight: Flight | None = None  # of that message
 
 
 class Whole(NamedTuple):
     """One piece of memory that all ranks of a team map, twice in this rank's address space.
 
-    window: what all of them read and write. own: the same, until this rank writes into it: such a page is private from
+    window: what all of them read and write. own: the same memory, but a page that this rank writes into is private from
     then on (MAP_PRIVATE).
     """
 
@@ -107,7 +108,7 @@ class Host:
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return 1-D memory with arbitrary content that others can read."""
         nbytes = aligned(numel * dtype.itemsize)
-        for stream in self.streams:  # before anything is written where an interrupt has left it
+        for stream in self.streams:  # what an interrupt kept from being posted; else its memory counts as read
             stream.post()
         if not numel:
             return torch.empty(0, dtype=dtype, device="cpu")
@@ -199,7 +200,7 @@ class Host:
         self.flights[at] = flight
         number = 0
         if block is not None:
-            if block.flight is not flight:  # else an interrupt came in between, and some may have read it since
+            if block.flight is not flight:  # else posted again after an interrupt: some may have read it since
                 block.readers, self._lent[at], block.flight = set(flight.peers), block, flight
             number = block.number
         for rank in flight.peers:
@@ -207,7 +208,7 @@ class Host:
         self.neighbours.listen()
 
     def go_on(self) -> None:
-        """Copy shards that have come of gathers still to be waited for, so that others may use their memory again."""
+        """Copy the shards that have arrived in gathers under way, so that other ranks may use their memory again."""
         for stream in self.streams:
             stream.post()
         for flight in [*self.flights.values()]:
@@ -231,7 +232,7 @@ class Host:
 
 
 class Flight:
-    """One collective: through when all others have posted their part, and, of a gather, that was copied.
+    """One collective. It is through when all others have posted their parts and, in a gather, these were copied.
 
     It has `wait` and `is_completed` as torch's own handles have, so that lost or silent ranks are noticed as ever.
     """
@@ -246,7 +247,7 @@ class Flight:
         self._what = what
         self._posted = False
         self._since = 0.0
-        self._why = ""  # it cannot be completed
+        self._why = ""  # why it cannot complete
         self.finished = False
 
     def post(self) -> None:
@@ -275,16 +276,16 @@ class Flight:
 
     def is_completed(self) -> bool:
         """Tell if there is nothing to wait for any more, because it is through or never will be."""
-        if not self._posted:  # an interrupt came between: others still wait for it, whatever they have shared
+        if not self._posted:  # an interrupt came before the post: others still wait for it, whatever they have shared
             return False
         if not self._arrived():
             self.host.neighbours.listen()
         return self._arrived() or self._fails()
 
     def wait(self, limit: timedelta | None = None) -> bool:
-        """Wait for the others, at most so long, and tell if it is through.
+        """Wait for the others, at most `limit`, and tell if this is through.
 
-        Without a limit of its own it raises `RuntimeError` if it never will be.
+        Without a `limit`, raises `RuntimeError` if it never will be.
         """
         if self.finished:
             return True
@@ -312,7 +313,7 @@ class Flight:
         """Tell the others that what they share was used, so that they may use its memory again."""
         if not self.finished:
             self.host.read(self)
-            self.finished = True  # before what arrived is forgotten: after an interrupt it is not waited for again
+            self.finished = True  # set before what arrived is forgotten: after an interrupt nothing waits for it again
         self._land = None
         self.host.forget(self)
 
@@ -343,12 +344,12 @@ class SharedStream(Stream):
 
     @property
     def under_way(self) -> list[Any]:
-        """The handles under way, with flights of which all was shared and that this rank has not read."""
+        """The handles under way, and the posted flights that this rank has not read to the end."""
         mine = [flight for at, flight in self.host.flights.items() if at[0] == self.index]
         return [*mine, *(each for each in super().under_way if not any(each is one for one in mine))]
 
     def let_go(self, engine: int) -> None:
-        """Do nothing: to ask whether a flight is through would be to listen, which may not happen anywhere."""
+        """Do nothing: asking if a flight is through listens for notices, which may not happen at an arbitrary point."""
 
     def discard(self) -> None:
         for flight in self.under_way:
@@ -410,7 +411,7 @@ class Exchange:
         self._members = members
         self._gathers, self._reductions = streams
         self.host = self._gathers.host
-        # By verb and bucket: joins a collective of that verb that others have launched, in a levelling.
+        # By verb and bucket: the call that joins such a collective in a levelling, if others have launched it.
         self.joins: dict[tuple[str, int], Callable[[SharedStream, Launch, Tensor, int], None]] = {}
 
     def gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
@@ -470,7 +471,7 @@ class Exchange:
 
 
 class Told:
-    """A handle that is through when the kernel has taken all notices: other ranks do not wait for this one then."""
+    """A handle that is through when the kernel has taken all notices: then no other rank waits for this one."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -495,7 +496,7 @@ def join(stream: SharedStream, what: Launch, lent: Tensor | None, land: Land | N
 
 
 def join_launched(stream: SharedStream, what: Launch, own: Tensor | None) -> None:
-    """Join a collective that others have launched. own: this rank's shard, if they wait for that; else zeros."""
+    """Join a collective that others have launched. own: this rank's shard if others wait for it; else zeros."""
     nbytes = what[-1]
     lent = stream.host.take(nbytes, torch.uint8)
     lent.zero_()

@@ -49,7 +49,7 @@ class Work:
         *,
         shares: bool = False,
     ) -> None:
-        """shares: what it brings lies in the memory of other ranks, until it was `used`."""
+        """shares: its results lie in the memory of other ranks, until `used` is called."""
         self._handles = list(handles)
         self._event = event
         self._wait = wait
@@ -59,7 +59,7 @@ class Work:
         self._after: DeviceEvent | None = None
 
     def after(self, through: DeviceEvent) -> Work:
-        """Let it be through no earlier than that event. Returns itself."""
+        """Let this be through no earlier than the event `through`. Returns itself."""
         self._after = through
         return self
 
@@ -84,13 +84,13 @@ class Work:
             self._over()
 
     def used(self) -> None:
-        """Tell other ranks that what this brought, in their memory, is not read any more."""
+        """Tell other ranks that this rank no longer reads the results, which lie in their memory."""
         while self._shared:
             self._shared[0].read()
             self._shared.pop(0)
 
     def lends(self, ledger: Ledger, nbytes: int) -> None:
-        """Count the memory that others read from in the ledger, until this is through, or dropped."""
+        """Count, in the ledger, the memory that other ranks read from, until this is through or dropped."""
         self._over = ledger.hold_while(self, LENT, nbytes)
 
     def stood_still(self, since: int) -> None:
@@ -110,9 +110,9 @@ _holding: dict[Work, None] = {}  # under way, or through and not waited for; in 
 
 
 class Team:
-    """One rank's end of a team, and its counts of bytes. By itself it sends nothing.
+    """One rank's handle on a team, and its counts of bytes. This class itself sends nothing.
 
-    With one rank there is nothing to send. With more it is one position of a simulation, whose peers all do the same.
+    With one rank there is nothing to send. With more, it is one position of a simulation, whose peers all do the same.
     """
 
     def __init__(self, ledger: Ledger, device: torch.device, seat: Seat = ALONE, *, shares: bool = False) -> None:
@@ -123,14 +123,14 @@ class Team:
         self.seat = seat
         self.position = seat.position
         self.size = seat.size
-        self.memory: Exchange | None = None  # through which its ranks read each other's
+        self.memory: Exchange | None = None  # lets its ranks read each other's memory
         self.queued = False  # does a device's queue wait for collectives, and not a thread?
-        # Gathers a bucket of whose shards each rank has a part: `features/two_level.py`.
+        # Gathers a bucket if each rank has only a part of its shard: `features/two_level.py`.
         self.by_levels: Callable[[Team, Tensor, Bucket, str], Work] | None = None
 
     @functools.cached_property
     def column(self) -> Column:
-        """This rank's end of the ranks of its position in other replicas: asked for only where these are summed."""
+        """This rank's column, the ranks of its position in all replicas; asked for only if replicas are summed."""
         found = first(each.column(self) for each in features())
         assert found is not None
         return found
@@ -154,8 +154,8 @@ class Team:
     def arriving(self) -> int:
         """The number of contributions to this rank's shard that a reduction brings.
 
-        This rank's own contribution stays in the tensor that is sent, if it is at either end of that: what is sent must
-        be contiguous. Elsewhere it is copied as the others are.
+        This rank's own contribution stays in the sent tensor if it lies at either end of it, because what is sent must
+        be contiguous. Elsewhere it is copied like the others.
         """
         return self.size - (self.position in (0, self.size - 1))
 
@@ -167,7 +167,7 @@ class Team:
     def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
         """Return each rank's contribution to this rank's shard, in rank order, once a reduction is through.
 
-        Of several sources a rank's contributions are those of the ranks at its position in each part's team.
+        With several sources, a rank's contributions are those of the ranks at its position in the team of each part.
         """
         first, last = bucket.shard(self.position)
         found: list[list[Tensor]] = []
@@ -190,8 +190,8 @@ class Team:
     def reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> Work:
         """Send every rank's contribution to each shard to the shard's owner.
 
-        receive (`room` x this rank's shard, 1-D) gets `arriving` contributions to this rank's shard, in rank order. Of
-        several sources `send` and `receive` hold as many of them, one after the other.
+        receive (`room` x this rank's shard, 1-D) gets `arriving` contributions to this rank's shard, in rank order. If
+        there are several sources, `send` and `receive` hold a part for each, one after the other.
         """
         event = self._count_reduce(send, bucket, sources)
         return self._reduction(self._reduce(send, receive, bucket, sources), event, bucket)
@@ -253,7 +253,7 @@ def count(
     state: str = "",
     bucket: int | None = None,
 ) -> Event | None:
-    """Count a collective of so many ranks. One rank alone moves nothing, and only notes that it would have."""
+    """Count a collective of `ranks` ranks. One rank alone moves nothing, and only notes that it would have."""
     if ranks == 1:
         return ledger.note(verb, state=state, bucket=bucket, logical=nbytes)
     return ledger.move(verb, logical=nbytes, sent=sent, received=received, state=state, bucket=bucket)

@@ -1,19 +1,19 @@
 """Detection of lost and silent ranks, and of what each rank is doing, when a collective does not complete.
 
-Every rank keeps a thread asleep in `accept`, on a socket of its own. A rank whose collective failed asks all peers, at
-once and beside the collectives, what they are doing:
+Every rank keeps a thread asleep in `accept`, on a socket of its own. A rank whose collective failed asks all peers
+concurrently, by messages outside the collectives, what they are doing:
 
     refused, or cut off    the process has ended
     no answer              it is stopped, or holds the interpreter, or its host cannot be reached
     an answer              what it waits for, or that it waits for no rank; and the error it had, if it had one
 
 A rank that finds a culprit tells the others, which may be waiting for a rank that is alive; they look at `alarm` while
-they wait. While nothing is wrong no rank asks, but in a save that takes long; so it costs a sleeping thread. The ranks
-learn of each other's sockets through the store in which they met, before anything else: so a rank that ends from then
-on is named, also while they make connections.
+they wait. While nothing is wrong, no rank asks, except in a save that takes long; so the watch costs a sleeping thread.
+The ranks learn of each other's sockets through the store in which they met, before anything else. So a rank that ends
+from then on is named, even while the ranks make connections.
 
-A question carries the token that the asked rank gave out when the group was made: what else comes to that port is not
-answered.
+A question carries the token that the asked rank gave out when the group was made. Anything else that comes to that port
+is not answered.
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ class Watch:
         self.peers: dict[int, Address] = {}  # by rank: those that have come so far
         self.called = 0  # the last levelling that a rank has called for: see `launch_log.py`
         self.posted: dict[tuple[int, str], str] = {}  # this rank's postings, by levelling and subject
-        self.alarmed: Callable[[], object] = lambda: None  # called when there is one, on the watch's own thread
+        self.alarmed: Callable[[], object] = lambda: None  # called at an alarm, on the watch's own thread
         self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too
-        # By levelling, the ranks on account of which others have left what they waited for, and why: all come to it.
+        # By levelling, the ranks that others have stopped waiting for, and why: all ranks come to that levelling.
         self.left: dict[int, dict[int, str]] = {}
-        # This rank, by one of the program that has launched so many collectives in each group; there too.
+        # Called on that thread too, when a rank looks at this one, with that rank's number and launches in each group.
         self.looked_at: Callable[[int, Mapping[str, int]], Left] = lambda rank, launched: Left()
         self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
-        # All ranks may ask at once; the kernel takes its own most.
+        # All ranks may ask at once; the kernel has a limit of its own.
         self._server = socket.create_server((host, 0), backlog=4096)
         self.address = (host, int(self._server.getsockname()[1]), secrets.token_hex(8))
         thread = threading.Thread(target=_serve, args=(self._server, weakref.ref(self)), name="watch", daemon=True)
@@ -112,16 +112,16 @@ class Watch:
         return {rank: answer.left for rank, answer in answers.items() if answer.left is not None}
 
     def say_left(self, number: int, left: dict[int, str]) -> None:
-        """Tell every peer, before this rank's program hears of it, that it waits for these no longer.
+        """Tell every peer, before this rank's program hears of it, that this rank no longer waits for these ranks.
 
-        number: of the levelling to which all come then.
+        number: the levelling that all ranks come to next.
         """
         self._note_left(number, left)
         self._send({"left": left, "before": number})
 
     def _note_left(self, number: int, left: dict[int, str]) -> None:
-        """Keep what the first to say it said. No rank leaves anything before a levelling while another one has still to
-        come to the last but one: so what was left before that is forgotten."""
+        """Keep the first message for each levelling. When a rank leaves something before levelling n, all ranks have
+        come to levelling n - 2: so what was left before that one, or an earlier one, is forgotten."""
         self.left.setdefault(number, left)
         for before in [each for each in tuple(self.left) if each < number - 1]:
             self.left.pop(before, None)  # the watch's own thread may have done so
@@ -135,7 +135,7 @@ class Watch:
         return self._named(_ask(others, message))
 
     def _named(self, answers: dict[int, Answer]) -> dict[int, Answer]:
-        """Mark those of the ranks that are gone whose programs came to their normal end."""
+        """Mark, among the ranks that are gone, those whose programs came to a normal end."""
         gone = {rank for rank, answer in answers.items() if answer.silence == GONE}
         return answers | dict.fromkeys(gone & self.ended, Answer(ENDED))
 
@@ -154,8 +154,8 @@ class Watch:
     ) -> list[str]:
         """Return what every rank has posted for a levelling, once all have.
 
-        passed: counts as the posting of a rank that is gone by then; without it that raises `RuntimeError`, as does a
-        rank that has not posted within `limit` seconds. wanting: called now and then with the ranks that have not.
+        passed: what counts as the posting of a rank that is gone. Without it a lost rank raises `RuntimeError`, as does
+        one that has not posted within `limit` seconds. wanting: called now and then with the ranks that have not.
         """
         heard, deadline = {self.rank: self.posted[number, what]}, time.monotonic() + limit
         asks = time.monotonic() + ANSWERS
@@ -181,7 +181,7 @@ class Watch:
         return self.alarm or found  # a rank that gave the alarm meanwhile, and then ended, is not the one to blame
 
     def lost_ranks(self) -> dict[int, str]:
-        """Return `blame` for ranks that only wait for longer than they should: a silent one after `TRIES` questions."""
+        """Return `blame` for a wait that only takes long: a silent rank is lost after `TRIES` unanswered questions."""
         found = self.blame()
         self.unheard = {rank: self.unheard.get(rank, 0) + 1 for rank in found if found[rank] == SILENT}
         return {rank: what for rank, what in found.items() if self.unheard.get(rank, TRIES) >= TRIES}
@@ -228,8 +228,8 @@ def come_together(
 ) -> None:
     """Learn every rank's address. Raises `PeerError` if a rank has ended before it came, or cannot go on.
 
-    at: a name in the store that has not been used yet. alike: what every rank must say. cut_off: has a connection
-    to any rank ended? One that died before it came has left nothing else to tell by.
+    at: a name in the store that has not been used yet. alike: what every rank must say. cut_off: tells if a
+    connection to any rank has ended, the only trace of a rank that died before it came.
     """
     keys, trouble, everyone = [f"{at}/{rank}" for rank in range(ranks)], f"{at}/trouble", f"{at}/everyone"
     store.set(keys[watch.rank], json.dumps([watch.address, alike]))
@@ -375,7 +375,7 @@ def _ask(addresses: dict[int, Address], message: dict[str, Any]) -> dict[int, An
                         selector.register(asked.connection, selectors.EVENT_WRITE, asked)
                     except OSError as error:
                         if error.errno in (errno.EMFILE, errno.ENFILE) and selector.get_map():
-                            unasked.append(rank)  # once one of these has ended
+                            unasked.append(rank)  # asked once one of these has ended
                             break
                         answers[rank] = _failed(error)
                 under_way: list[_Asked] = [key.data for key in selector.get_map().values()]
@@ -431,7 +431,7 @@ def _serve(server: socket.socket, watch: weakref.ref[Watch]) -> None:
 
 
 def _answer(watch: weakref.ref[Watch], message: dict[str, Any]) -> bytes | None:
-    own = watch()  # held no longer than this takes: the thread that asks sleeps in `accept` then
+    own = watch()  # not held after this call, because the calling thread then sleeps in `accept`
     return None if own is None else json.dumps(own.hear(message)).encode() + b"\n"
 
 

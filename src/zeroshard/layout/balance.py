@@ -6,13 +6,13 @@ import heapq
 import math
 from collections.abc import Mapping
 
-Piece = tuple[str, int]  # of what is never cut: a parameter's name, and the number of a run of it; a whole one is run 0
+Piece = tuple[str, int]  # of what is never cut: a parameter's name, and a run's number; a whole parameter is run 0
 
 
 def owners(loads: Mapping[Piece, tuple[int, int]], ranks: int) -> dict[Piece, int]:
     """Assign what is never cut to ranks: the longest work first, each to a rank with least work so far.
 
-    loads: the (work, elements) of each.
+    loads: (work, elements) of each piece.
     """
     least = [(0, 0, rank) for rank in range(ranks)]  # (work, elements, rank), as a heap
     found = {}
@@ -24,9 +24,9 @@ def owners(loads: Mapping[Piece, tuple[int, int]], ranks: int) -> dict[Piece, in
 
 
 def work(shape: tuple[int, ...]) -> int:
-    """Count the multiplications of one of Muon's Newton-Schulz iterations for a matrix; of a vector, its elements.
+    """Count the multiplications of one of Muon's Newton-Schulz iterations for a matrix; for a vector, its elements.
 
-    Of sides s and l, the shorter first: s*s*l for X X^T, s*s*s for its square, s*s*l for the product with X.
+    With sides s and l, s the shorter: s*s*l for X X^T, s*s*s for its square, s*s*l for the product with X.
     """
     numel = math.prod(shape)
     if len(shape) < 2 or not numel:

@@ -10,13 +10,13 @@ import mmap
 PREFETCH = 1  # units gathered ahead of use, unless `Comm.prefetch` says otherwise
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
 LEAVING = 2  # sums on their way from an accelerator to where they rest, kept until they are there
-PIECES = 2  # of pinned memory that what is cast on the host leaves from: one on its way, one being filled
+PIECES = 2  # of pinned memory, from which values cast on the host are sent: one on its way, one being filled
 POOLED = 2 * IN_FLIGHT  # used messages kept for the next of their size: enough for those under way
 BUFFERS = 3  # of a file of states: one to compute with, one coming, one going
 
 
 def room(ranks: int) -> int:
-    """Return how many own shards fit in the memory for what arrives in a reduction. The same on every rank.
+    """Return how many own shards fit in the memory that a reduction receives into. The same on every rank.
 
     Among more than two ranks a rank in the middle also receives a copy of its own contribution (`Team.arriving`), and
     all reserve as much as it does.

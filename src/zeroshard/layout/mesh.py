@@ -40,7 +40,10 @@ class Grid(NamedTuple):
         return [self.line(rank, axis) for rank in range(self.ranks) if not self.coordinate(rank, axis)]
 
     def in_rank_order(self, axis: str, pieces: Sequence[Sequence[Piece]]) -> list[Piece]:
-        """Merge what came along an axis, a list for each line by position on it. Of one line alone it is in order."""
+        """Merge pieces that came along an axis into rank order.
+
+        pieces: for each line, a list by position. Of one line alone it is in order.
+        """
         if len(pieces) == 1:
             return [*pieces[0]]
         lines = zip(self.lines(axis), pieces, strict=True)

@@ -10,8 +10,8 @@ planner, a checkpoint and the engine can all ask the very same object.
 
 No cut falls inside a *block* (`align` elements counted from a slot's start): vector kernels and norms then
 work on the same runs of elements however many ranks there are, and give the same bits. A parameter may ask for larger
-blocks, or for no cut at all: then it is *whole*, in a bucket of such parameters, and a rank with least work owns it. Of
-a stack of matrices each has such an owner.
+blocks, or for no cut at all: then it is *whole*, in a bucket of such parameters, and a rank with least work owns it. In
+a stack of matrices, each matrix has such an owner.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Stacks = Mapping[str, tuple[int, ...]]  # by name: the shape of each of the matr
 
 BLOCK = 128  # elements
 WHOLE = 0  # as a number of elements that no cut may part: all of them
-BUCKET_MIB = 24.0  # on the CPU, whose memory is given back and faulted in again above 32 MB
+BUCKET_MIB = 24.0  # on the CPU, where memory of more than 32 MB is given back and faulted in again
 UNIT_MIB = 2.0**20  # more than any unit has
 LARGE = 1 << 16  # elements that are worth a unit of their own
-MANY = 32  # units of fewer elements: if there are more of these, neighbours join
+MANY = 32  # units under `LARGE` elements: if there are more of these, neighbours join
 
 
 COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it is around
@@ -62,7 +62,7 @@ def joined(names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:
     small = [numel < LARGE for numel in numels]
     many = sum(small) > MANY
     runs: list[list[int]] = []
-    held, parent = LARGE, ""  # elements of the last run, and the list that it is of
+    held, parent = LARGE, ""  # elements of the last run, and the module list that it is in
     for at, (name, numel) in enumerate(zip(names, numels, strict=True)):
         inside = name.rpartition(".")[0]
         if many and small[at] and held < LARGE and inside == parent:
@@ -112,7 +112,7 @@ class Slot(NamedTuple):
 
     @property
     def together(self) -> tuple[int, ...]:
-        """The shape of what an optimizer of whole tensors updates together of it."""
+        """The shape that an optimizer of whole tensors updates at once: a matrix's, or the slot's."""
         return self.matrix or self.shape
 
     @property
@@ -186,7 +186,7 @@ class Bucket(BucketKey):
         return [*itertools.pairwise(self._around_blocks(cut, first, last) for cut in seat.cuts(first, last))]
 
     def _around_blocks(self, cut: int, first: int, last: int) -> int:
-        """Return where a part of a shard begins that is to begin at element `cut`: never inside a slot's block."""
+        """Return where the part of a shard begins that should begin at element `cut`: never inside a slot's block."""
         if not first < cut < last:
             return cut
         at = slot_at([slot.start for slot in self.slots], cut)
@@ -314,7 +314,7 @@ def together(parameters: Named, layout: Layout, stacks: Stacks) -> dict[str, int
 def partition(specs: Iterable[Spec], layout: Layout, ranks: int, on_axis: int = 1) -> Partition:
     """Lay the parameters out over the `ranks` ranks of a team, in the order given.
 
-    on_axis: the ranks of a team along an axis, of the parameters that have one.
+    on_axis: the number of ranks in a team along an axis, for the parameters that have one.
     """
     specs = list(specs)
     owner: dict[Piece, int] = {}
@@ -342,8 +342,8 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, on_axis: int = 
 
 
 def _pieces(spec: Spec, layout: Layout) -> dict[Piece, tuple[int, int]]:
-    """Return the (work, elements) of what has an owner each: of a whole parameter, or of each run of its matrices that
-    no cut parts; {} if it is cut otherwise."""
+    """Return {piece: (work, elements)} for the pieces that have an owner each: a whole parameter, or each uncut run of
+    its matrices; {} if the parameter is cut otherwise."""
     block, together = _block(spec, layout), spec.matrix or spec.shape
     if block != WHOLE and (not spec.matrix or layout.bounds == "tensor"):
         return {}
@@ -360,7 +360,7 @@ class _Packed(NamedTuple):
 
 
 def _block(spec: Spec, layout: Layout) -> int:
-    """Return how many elements of a parameter no cut parts: whole blocks of its own and of `align`; or `WHOLE`."""
+    """Return how many elements of a parameter no cut may part: whole blocks, both its own and `align`'s; or `WHOLE`."""
     if layout.bounds == "tensor" and spec.block != WHOLE:
         return layout.base
     block = math.lcm(layout.base, spec.block)
@@ -392,10 +392,10 @@ def _pack(key: BucketKey, run: list[Spec], layout: Layout, owner: Mapping[Piece,
         run = sorted(run, key=lambda spec: owner[spec.name, 0])
     for spec in run:
         if spec.shape[-1:] == (2,) and end % 2:
-            end += key.block or layout.base  # of pairs torch.view_as_complex makes numbers only at an even element
+            end += key.block or layout.base  # torch.view_as_complex takes pairs only if they begin at an even element
         slots.append(Slot(spec.name, spec.shape, end, spec.numel, spec.cut, spec.matrix))
         end += _round_up(spec.numel, key.block or layout.base)
-    # A stack's runs stay in order, so their owners are sorted instead: of equal runs each rank gets as many as dealt.
+    # A stack's runs stay in order, so their owners are sorted instead: each rank gets as many equal runs as dealt.
     return _Packed(key, tuple(slots), tuple(sorted(owner[each] for s in run for each in _pieces(s, layout))), end)
 
 
@@ -413,7 +413,7 @@ def _owned_bounds(packed: list[_Packed], _block: int, ranks: int) -> list[tuple[
 
 
 def _dealt_bounds(packed: list[_Packed], block: int, ranks: int) -> list[tuple[int, ...]]:
-    """Cut stacks of matrices where the owner of the next run of `block` elements is another."""
+    """Cut stacks of matrices where the owner changes from one run of `block` elements to the next."""
     return [tuple(block * bisect_left(p.owners, rank) for rank in range(ranks + 1)) for p in packed]
 
 

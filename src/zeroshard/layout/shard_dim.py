@@ -19,7 +19,7 @@ class Elements(NamedTuple):
 
 
 class Strips(NamedTuple):
-    """The layout of a tensor's parts in the whole, where it is cut on one dimension: a run of each part in every row.
+    """The layout of a tensor's parts, if it is cut on one dimension: each row of the whole has one run of each part.
 
     Elements are counted flat: part by part, as parts hold them, or row by row, as the whole tensor does.
     """
@@ -57,9 +57,9 @@ ONE_STRIP = Strips(1, 1, 1)
 
 
 class Among(NamedTuple):
-    """A tensor among teams that have parts of it, as one of them sees it.
+    """A tensor whose parts several teams have, as one of them sees it.
 
-    shape: of all of it. offset: the element at which the team's part begins, counted part by part.
+    shape: of the whole tensor. offset: the element at which the team's part begins, counted part by part.
     """
 
     shape: tuple[int, ...]

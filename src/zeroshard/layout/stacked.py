@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def stacked(parameters: Named, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each of the matrices that a parameter stacks, of those that `Layout.matrices` names.
+    """Return {name: shape of each of its stacked matrices}, for the parameters that `Layout.matrices` names.
 
     parameters: {name: (all of its names, shape)}. Raises `UserError` for patterns that match nothing, and for rows that
     are no such number of matrices.

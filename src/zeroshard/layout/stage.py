@@ -1,16 +1,16 @@
 """The ZeRO stages as data: over which axes of the mesh of ranks each of the three model states is sharded.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 5.
-Nothing else in the package knows what a stage is; it asks the placement of the state it handles.
+Nothing else in the package knows what a stage is; other code asks for the placement of the state that it handles.
 
 Ranks form a mesh of two axes, `replicate` and `shard`, as a `DeviceMesh` for FSDP2's hybrid sharding does. The ranks
 along the shard axis are a *team*: they split a bucket among themselves. Each team is one *replica* of the model. With
 one replica, the usual case, the team is all ranks.
 
-Parameters of which the ranks of one axis hold the same rows and all others other rows, such as experts, have teams of
-their own *along* that axis: each team shards its rows, one *part* of the whole tensor. Beside tensor parallelism all
-teams lie along the axis of the data: a team shards its part of each tensor that is cut, and what is not cut every team
-has a copy of, with the same gradients: its replicas are *mirrored*.
+Some parameters, such as experts, have the same rows on the ranks along one axis, and other rows on all other ranks.
+They have teams of their own *along* that axis: each team shards its rows, one *part* of the whole tensor. With tensor
+parallelism all teams lie along the data axis. A team shards its part of each tensor that is cut. Of a tensor that is
+not cut, every team has a copy, with the same gradients: its replicas are *mirrored*.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ class Placements(NamedTuple):
 
     @property
     def together(self) -> bool:
-        """True if parameters are sharded just as optimizer states: then masters can be all that rests of them."""
+        """True if parameters are sharded just as optimizer states: then masters can rest without the parameters."""
         return bool(self.parameters) and self.parameters is self.optimizer
 
     @property
     def owned(self) -> Degree:
-        """The placement of sums: the elements whose average a rank has at every stage, as no other of its team does."""
+        """The placement of sums: at every stage a rank has these elements' average, as no other rank of its team."""
         return max(Degree.TEAM, self.optimizer)
 
     @property
     def by_part(self) -> bool:
-        """True if each replica has a part only of the average of its shard."""
+        """True if each replica has only a part of the average of its shard."""
         return self.owned > Degree.TEAM
 
     @property
     def two_levels(self) -> bool:
-        """True if each rank has a part only of its shard, so that a gather is two collectives."""
+        """True if each rank has only a part of its shard, so that a gather takes two collectives."""
         return self.parameters is Degree.ALL
 
     def sharded(self) -> dict[str, bool]:
@@ -80,7 +80,7 @@ SAVED = Degree.ALL  # what a rank writes to a checkpoint: every element once
 
 
 class Seat(NamedTuple):
-    """The coordinates of one rank in a mesh, as its team sees it: the ranks on its line along `axis`."""
+    """The coordinates of one rank in a mesh. Its team is the ranks on its line along `axis`."""
 
     position: int = 0  # on the shard axis
     size: int = 1  # of that axis: the ranks of a team
@@ -88,7 +88,7 @@ class Seat(NamedTuple):
     replicas: int = 1  # the length of that
     part: int = 0  # which rows of a tensor along an axis the team has
     parts: int = 1  # how many teams have rows of it
-    by_part: bool = False  # does each replica keep a part only of what it adds up?
+    by_part: bool = False  # does each replica keep only a part of what it adds up?
     hosts: bool = False  # are replicas hosts, which have one copy of the model together?
     mirrored: bool = False  # do all replicas compute the same, so that their gradients are not added up?
     grid: Grid = Grid()
@@ -105,11 +105,11 @@ class Seat(NamedTuple):
         return self.replicas
 
     def cuts(self, first: int, last: int) -> list[int]:
-        """Return where elements come apart between replicas, with both ends."""
+        """Return the bounds of the replicas' portions of these elements, with both ends."""
         return [first + (last - first) * number // self.replicas for number in range(self.replicas + 1)]
 
     def own(self, portions: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Return this replica's of what comes apart."""
+        """Return this replica's portion of a shard."""
         return portions[self.replica]
 
     @property

@@ -1,10 +1,10 @@
-"""The states of a bucket that rest: their placements, how its master does, and a row for each, with its tier and bytes.
+"""The resting states of a bucket: their placements, how the master rests, and a row for each, with its tier and bytes.
 
 The engine builds by these rows and the planner counts by them. Imports neither torch nor anything distributed.
 
     parameters   of every bucket, unless gathers cast them from masters
     gradients    of a trained one
-    master       of a trained one whose optimizer updates another format than rests, or in another memory
+    master       of a trained one, if the optimizer updates another format than rests, or in another memory
     average      of what the optimizer updates, if one is kept
 """
 
@@ -33,7 +33,7 @@ class Format(Protocol):
 F = TypeVar("F", bound=Format)
 TIERS = (DEVICE, HOST, NVME, SHARED)
 Sizes = dict[str, int]  # bytes of each kind of states
-SPLIT_BITS = 17  # that an element of a split master takes beside its parameter: half a number, and one for ties
+SPLIT_BITS = 17  # of a split master's element, beside its parameter: 16 for half a number, and one for ties
 
 
 def placements(
@@ -90,7 +90,7 @@ class Master(enum.Enum):
 
 
 class Row(NamedTuple):
-    """One state of a bucket. numel: of a state that has another number of elements than the bucket."""
+    """One state of a bucket. numel: the state's number of elements, if it is not the bucket's."""
 
     state: str
     kind: str
@@ -125,13 +125,13 @@ class Resting(NamedTuple):
 def master_of(formats: Formats[F], placements: Placements, at: Mapping[str, str], *, one_memory: bool) -> Master:
     """Tell how the master of a trained bucket rests.
 
-    at: the tier of each kind of states. one_memory: is the device's memory the host's, as on a CPU? Else what is
-    updated in another memory than it rests in has a master, in whatever format.
+    at: the tier of each kind of states. one_memory: is the device's memory the host's, as on a CPU? If not,
+    parameters that are updated in another memory than they rest in have a master, whatever the format.
     """
     apart = (at["parameters"] in (DEVICE, SHARED)) != (at["optimizer"] == DEVICE) and not one_memory
     if formats.master == formats.parameters and not apart:
         return Master.NONE
-    # Off the device a copy stays beside the masters: fewer bytes to bring for every gather count more than room.
+    # Off the device a copy stays beside the masters: each gather brings fewer bytes, which counts more than room.
     if formats.casts and placements.together and at["parameters"] == at["optimizer"] == DEVICE:
         return Master.ALONE
     return Master.SPLIT if formats.splits else Master.BESIDE
@@ -159,8 +159,8 @@ def resting(
 ) -> Resting:
     """Return what rests of a bucket. at, one_memory: as in `master_of`.
 
-    accumulated: do gradients rest, or only pass? averaged: is a moving average kept? scales: bytes of those of all
-    tensors of the bucket, which every rank has.
+    accumulated: do gradients rest, or are they used as they come? averaged: is a moving average kept? scales: the bytes
+    of the scales of all the bucket's tensors, which every rank has.
     """
     trained = bucket.trainable
     master = master_of(formats, placements, at, one_memory=one_memory) if trained else Master.NONE

@@ -62,14 +62,14 @@ class Comm:
     transport: how gathers and reductions on the CPU go from rank to rank. "gloo": by messages. "shared": ranks of one
         host read each other's memory, and nothing is sent; same bits. All ranks that shard together must be on one host
         then. "auto": "shared" where they are, and "gloo" elsewhere; with `hosts` or another `reduce`, "gloo".
-    optimizer: over which ranks its states and masters are sharded, of several replicas, at stages 1 to 3: "team", each
-        replica by itself, or "all", so that each rank updates a part that no other does, and the ranks of one position
-        in all replicas send each other what they have updated. From stage 2 on gradients are sharded so too. The same
-        bits, and no copies of gradients and optimizer state.
-    hosts: on how many hosts the ranks are, as many on each, which follow one another (None: not said, and ranks send
-        each other messages directly). All ranks shard one copy of the model. Between hosts a gather brings together
-        the parts of a shard, and inside a host the shards; a sum goes through the hosts as it does through replicas.
-        The same bits, and of what one copy sends between hosts about one part in as many as a host has ranks.
+    optimizer: over which ranks optimizer states and masters are sharded, at stages 1 to 3 with several replicas:
+        "team", inside each replica, or "all", so that each rank updates a part that no other does, and the ranks of one
+        position in all replicas send each other their updates. From stage 2 on gradients are sharded in the same way.
+        The same bits, and no copies of gradients and optimizer state.
+    hosts: the number of hosts. Each has equally many ranks, which follow one another (None: not given, and ranks send
+        each other messages directly). All ranks shard one copy of the model. A gather brings together the parts of a
+        shard between hosts, and the shards inside each host; a sum goes through the hosts as it does through replicas.
+        The same bits; between hosts, with n ranks on each, about 1/n of the bytes that one copy sends without `hosts`.
     """
 
     group: Any = None
@@ -114,7 +114,7 @@ class Comm:
 
     @property
     def two_levels(self) -> bool:
-        """True if several rows have one copy of the model together: they are hosts."""
+        """True if several rows together have one copy of the model: the rows are hosts."""
         return (self.hosts or 1) > 1
 
     @property

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Settings(NamedTuple):
-    """The settings that some other does not go with; each default goes with everything."""
+    """The settings that do not go with some other setting; each default goes with all."""
 
     stage: int = 3
     replicas: int = 1
-    summed: int = 1  # of these, whose gradients differ: not those beside tensor parallelism
+    summed: int = 1  # of these, how many have gradients of their own: 1 beside tensor parallelism
     in_backward: bool = False
     bounds: str = "unit"
     align: int = BLOCK
@@ -49,7 +49,7 @@ class Settings(NamedTuple):
     tensor_parallel: bool = False
 
     def seated(self, seat: Seat) -> Settings:
-        """Return them with the replicas that a mesh has."""
+        """Return these settings with the replicas of a mesh."""
         return self._replace(replicas=seat.replicas, summed=seat.summed)
 
     @property
@@ -69,7 +69,7 @@ class Settings(NamedTuple):
 
     @property
     def placing(self) -> Settings:
-        """The settings that say where states are placed: with two that do not go together nothing can be built."""
+        """The settings that say where states are placed: if two of them do not go together, nothing can be built."""
         return Settings(
             self.stage, self.replicas, transport=self.transport, over=self.over, hosts=self.hosts, once=self.once
         )
@@ -78,7 +78,7 @@ class Settings(NamedTuple):
 def settings(
     stage: int, precision: Precision | None, layout: Layout, comm: Comm, offload: Offload | None, **others: Any
 ) -> Settings:
-    """Take from the four policies what may not go together; None is a policy as by default, without loading torch.
+    """Collect the settings that may not go together from the four policies; None is a default policy, without torch.
 
     others: fields of `Settings` that no policy has.
     """
@@ -104,7 +104,7 @@ def settings(
 
 
 def gradients_of(offload: Offload) -> Any:
-    """Return where gradients rest as the user says it; "device", however it is said, if all of them rest there."""
+    """Return where gradients rest, as the user wrote it; "device" for every spelling that puts all of them there."""
     return DEVICE if offload.tiers("gradients") == {DEVICE: 1.0} else offload.gradients
 
 
@@ -280,7 +280,7 @@ class _Any:
 
 
 def refuse_beside_tensors(layout: Layout, comm: Comm) -> None:
-    """Refuse, by what the program has written, what tensor parallelism does not go with."""
+    """Refuse settings of the program that do not go with tensor parallelism."""
     if layout.along or comm.rows not in (None, 1) or comm.optimizer != "team":
         raise UserError(
             "parameters along an axis, replicas, and hosts, are not supported beside tensor parallelism",

@@ -46,11 +46,11 @@ class Layout:
     bucket_mib: the most parameter bytes (MiB) one collective moves; a larger single tensor gets a bucket of its own.
         None: 24 on the CPU. On an accelerator all parameters of a unit that can share a bucket do, however many: each
         collective and each kernel there has a price of its own, and few bytes are not worth it.
-    align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere, for the same bits at
-        every stage and number of ranks of its own: norms add up blocks of so many, so that they and a clip may differ
-        in the last bit from those of 128, and fused kernels and updates in 16 bits are refused; what has pairs in its
-        last dimension still begins at an even element. {name pattern: elements} for parameters with blocks of their
-        own, such as rows; a tensor's last block may be short.
+    align: elements per block. 128 keeps fused kernels bit-exact under any cut; 1 cuts anywhere. Its bits are the
+        same at every stage and number of ranks, but norms add up blocks of that size, so they and a clip may differ in
+        the last bit from those of 128. With 1, fused kernels and updates in 16 bits are refused; a tensor with pairs
+        in its last dimension still begins at an even element. {name pattern: elements} for parameters with blocks of
+        their own, such as rows; a tensor's last block may be short.
     units: which submodules are gathered together: module names, name patterns ("blocks.*"), module classes or the
         names of these ("LlamaDecoderLayer").
         None finds them: the children of the outermost `ModuleList`s, and of a `Sequential` or `ModuleDict` that has no
@@ -62,14 +62,14 @@ class Layout:
     along: {name pattern: axis} of parameters of which a rank holds some rows, such as experts: `{"*.experts.*": "edp"}`
         with `Comm(group=mesh)`. The ranks along that axis of the mesh hold the same rows, and shard them among
         themselves; the other ranks hold the other rows, in order. All other parameters are sharded over all ranks.
-    apart: their gradients come source by source (`zeroshard.apart`) and are added up in the order of all ranks, so that
-        no number of groups changes a bit. Sends as many times the bytes of these gradients as there are groups.
+    apart: gradients of parameters in `along` come source by source (`zeroshard.apart`) and are added up in the order
+        of all ranks, so that the number of groups changes no bit. Sends the bytes of these gradients once per group.
     whole: parameter names or patterns that are never cut, while the others are. Their owners are balanced by work, the
-        longest first. What an optimizer needs whole (Muon, Adafactor, a class with `whole = True`) is so by itself.
+        longest first. What an optimizer needs whole (Muon, Adafactor, a class with `whole = True`) is so in any case.
     matrices: {name pattern: how many equal matrices the rows of a parameter stack}: `{"*.qkv.weight": 3}`; "first" for
         [E, a, b], one matrix for each index of the first dimension. An optimizer gets each as a parameter of its own
-        and has a state of each, no matrix is cut, and each may have another owner. Of parameters along an axis,
-        or cut by tensor parallelism, the number is of the rows that a rank has.
+        and has a state of each, no matrix is cut, and each may have another owner. For parameters along an
+        axis, or cut by tensor parallelism, the number counts the matrices in the rows that a rank has.
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never,
         at `shard` neither: each rank keeps its own, of any size, also in checkpoints.
@@ -126,7 +126,7 @@ class Layout:
 
     @property
     def base(self) -> int:
-        """The elements of a block, of parameters that `align` names no other size for."""
+        """The elements of a block, for parameters to which `align` gives no other size."""
         return BLOCK if isinstance(self.align, Mapping) else self.align
 
     @property

@@ -24,7 +24,7 @@ from .comm import Comm
 
 NAMES = {"device": DEVICE, "cpu": HOST, "nvme": NVME, "shared": SHARED}  # as users write them
 AUTO = "auto"
-BUDGETS = ("gpu_mem", "host_mem", "disk")  # of which `shard` chooses
+BUDGETS = ("gpu_mem", "host_mem", "disk")  # within which `shard` chooses
 
 Where = str | float | Mapping[str, float]
 
@@ -57,7 +57,8 @@ class Offload:
         what another program has written there is an error and not a state.
 
     `parameters="shared"`, at stages 1 to 3 on the CPU: one copy for all ranks of a host, in memory that they share.
-        Each writes the elements that it updates; an edit is its rank's until then, as in a copy of its own.
+        Each rank writes the elements that it updates; until then only the rank that edits one sees the edit, as in a
+        copy of its own.
 
     `parameters="auto"`: `shard` chooses, for all states, the fastest that fits, by the planner's search, and says what
         to write in its place. gpu_mem, host_mem, disk: what one rank's states may take, as `zeroshard.plan` takes it;
@@ -65,8 +66,8 @@ class Offload:
         the rest, and a rank's part of what is free of the host's and of the disk of `path`. Without `path` none rest in
         files. All ranks choose by the smallest. The other fields are not given beside it.
 
-    Costs nothing in bits: any choice gives the same ones, on the CPU. Beside a GPU the CPU's AdamW has other ones than
-        the GPU's, and these are the same at every stage. What it costs in time `zeroshard plan` says.
+    Changes no bits on the CPU: any choice gives the same ones. With a GPU, the CPU's AdamW gives other bits than the
+        GPU's; these are the same at every stage. `zeroshard plan` says what a choice costs in time.
     """
 
     parameters: Where = "device"
@@ -108,7 +109,7 @@ class Offload:
             )  # fmt: skip
 
     def _is_automatic(self) -> bool:
-        """Check the fields of an `Offload` that is chosen by `shard`, and the absence of its own in another."""
+        """Check the fields of an automatic `Offload`, and that any other has no budgets. Return if it is automatic."""
         others = {"gradients": "device", "optimizer": "device", "activations": "device", "digests": True}
         given = [name for name, usual in others.items() if getattr(self, name) != usual]
         if self.automatic and given:
@@ -147,7 +148,7 @@ class Offload:
         return self.tiers("parameters") == {SHARED: 1.0}
 
     def reached_by(self, comm: Comm) -> Comm:
-        """Return these settings of ranks with the transport through which they reach what rests."""
+        """Return `comm` with the transport through which ranks reach the states that rest."""
         return replace(comm, transport="shared") if self.once else comm
 
     def tiers(self, state: str) -> dict[str, float]:

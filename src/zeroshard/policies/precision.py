@@ -25,7 +25,7 @@ COMPUTED = (*LOW, torch.float32)  # what modules may compute in with parameters 
 
 
 def _is_wide(given: object) -> bool:
-    """Tell the dtypes that states may have."""
+    """Tell if it is a dtype that states may have."""
     return isinstance(given, torch.dtype) and given.is_floating_point and given.itemsize >= 2
 
 
@@ -77,7 +77,7 @@ class Precision:
     grad_dtype: what they are accumulated in (None: float32 for 16-bit parameters, else the parameter's dtype).
         bfloat16 saves two bytes per parameter; then bits are equal over stages, but not over rank counts.
     master_dtype: what the optimizer updates (None: float32 for 16-bit parameters, else the parameter itself).
-    keep: names or patterns of parameters that keep their own dtype, in all states, whatever the others are asked for,
+    keep: names or patterns of parameters that keep their own dtype, in all states, whatever the other fields ask for,
         as a router does in fp32: `["*.router.*"]`. Their modules compute in it: give them inputs of it (`x.float()`).
     store_params: keep sharded parameters (stage 3) in their own dtype beside their masters, as the ZeRO paper counts
         them: 2 bytes per owned parameter more. Else, where both rest on the device and masters are the wider ones,
@@ -98,8 +98,9 @@ class Precision:
         tensor. True: the weights of all trained `nn.Linear`, but for routers (modules called "router" or "gate") and
         `keep`. Modules compute in `param_dtype` with the numbers that these stand for. Masters are fp32, seeded before
         anything is rounded, and rounded once, to 8 bits. Such weights are edited inside `gathered()` only.
-    scaling: of which part of such a tensor each scale is: "tensor", all of it, and of stacked experts each; "128x128",
-        so many rows and columns; or "1x128" of a row. Columns are the last dimension, rows all others.
+    scaling: which part of such a tensor has a scale of its own: "tensor", all of it, or each of stacked experts;
+        "128x128", so many rows and columns; or "1x128", 128 elements of a row. Columns are the last dimension, rows all
+        others.
     """
 
     param_dtype: torch.dtype | None = None
@@ -166,7 +167,7 @@ class Precision:
         return Precision(store_params=self.store_params) if kept else self
 
     def of_bucket(self, bucket: Bucket) -> Precision:
-        """Return the settings of a bucket's parameters. Those whose 8 bits rest beside their masters are stored."""
+        """Return the settings of a bucket's parameters. Those in 8 bits rest beside masters, so they are stored."""
         return replace(self, store_params=True) if bucket.fp8 else self.of(kept=bucket.kept)
 
     def formats(self, bucket: Bucket) -> Formats[torch.dtype]:

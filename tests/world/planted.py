@@ -37,7 +37,7 @@ BUGS = (
     ),
     Bug(
         "the end of a slice of waiting is taken for the message's", "comm/collectives.py",
-        "                if not queued and handle.wait(SLICE):  # else memory that is shared was not posted in this slice\n"
+        "                if not queued and handle.wait(SLICE):  # False: shared memory was not posted in this slice\n"
         "                    return\n",
         "                handle.wait(SLICE)\n                return\n",
     ),

@@ -233,6 +233,23 @@ def test_a_line_of_8_bit_states_runs_with_torchao(monkeypatch, tmp_path):
     assert scales == 2 * 4 * short // 256
 
 
+def scaled_down(monkeypatch, way, folder):
+    """The same way with `Tiny`'s shapes: 1.56 M parameters in place of a table's billions, the same policies."""
+    path = folder / "tiny.json"
+    path.write_text(json.dumps({name: list(param.shape) for name, param in Tiny().named_parameters()}))
+    made, start = [], fitting.Search.__init__
+
+    def noted(search, of):
+        made.append(search)
+        start(search, of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting.Search, "__init__", noted)
+        everything = Machine(gpu_mem="1TB", host_mem="1TB", disk="1TB")
+        zeroshard.plan(Model(shapes=path, preset="zeroshard"), everything, step=Step(batch=1, seq=4))
+    return made[0].fit(way)
+
+
 def tiny_job():
     return {
         "model": Tiny(),
@@ -456,6 +473,26 @@ def test_a_row_of_the_table_of_machines_is_what_plan_says(monkeypatch, model, gp
     for each in found:
         check(each)
     assert made.row(model, gpu, found) in made.PAGE.read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "gpu", ["t4", *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in ("4090", "a6000", "h100-80"))]
+)
+@pytest.mark.parametrize("model", ["7B", *(pytest.param(size, marks=pytest.mark.slow) for size in ("13B", "30B"))])
+def test_the_lines_of_a_row_run_scaled_down_as_planned(monkeypatch, tmp_path, model, gpu):
+    """On the emulated device: held = planned, to the byte, in every tier. Lines of torchao's states run with it, above."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")
+    made = importlib.import_module("fits")
+    found = [each for machine in made.MACHINES for each in made.answer(model, gpu, *machine).found]
+    ways = {f"{each.heading}: {fit.way}": fit.way for each in found for fit in each.fits[:1]}
+    ran = 0
+    for number, way in enumerate(ways.values()):
+        if way.numbers.optimizer is None:
+            (folder := tmp_path / f"{number}").mkdir()
+            runs_as_planned(scaled_down(monkeypatch, way, folder), 1, folder)
+            ran += 1
+    assert ran or model == "30B"
 
 
 def test_the_table_of_machines_has_a_row_for_each(monkeypatch):

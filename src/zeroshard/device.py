@@ -363,7 +363,7 @@ TO_THE_DEVICE, TO_THE_HOST = "to the device", "to the host"  # streams of copies
 
 def sent(to: Tensor, values: Tensor) -> DeviceEvent:
     """Copy between pinned host memory and the device, on a side stream. Returns the event that ends the copy: until
-    then do not write to either, nor read what is written."""
+    then do not write to either, do not drop `values` (but see `given`), and do not read `to`."""
     device = values.device if to.is_cpu else to.device
     with behind(TO_THE_HOST if to.is_cpu else TO_THE_DEVICE, device):
         to.copy_(values, non_blocking=streams(device))

@@ -193,7 +193,8 @@ def runs_as_planned(fit, ranks, folder):
     """Run the line of a fit; its bytes are the plan's, in every tier."""
     line = of_fit(fit, {}, {})
     for rank, (tiers, peak) in enumerate(emulated.run(ranks, held, line, str(folder), seed=1)):
-        assert peak <= fit.plan.peak
+        moved = fit.way.activations != "device"  # then the engine counts activations too
+        assert peak <= (fit.plan.most if moved else fit.plan.peak)
         if rank != fit.plan.rank:  # which holds most
             continue
         for tier in (DEVICE, HOST, NVME):
@@ -475,11 +476,14 @@ def test_a_row_of_the_table_of_machines_is_what_plan_says(monkeypatch, model, gp
     assert made.row(model, gpu, found) in made.PAGE.read_text()
 
 
+ROWS = [(model, gpu) for model in ("7B", "13B", "30B") for gpu in ("t4", "4090", "a6000", "h100-80")]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "gpu", ["t4", *(pytest.param(gpu, marks=pytest.mark.slow) for gpu in ("4090", "a6000", "h100-80"))]
+    ("model", "gpu"),
+    [pytest.param(*row, marks=[pytest.mark.slow] * (row not in (("7B", "t4"), ("13B", "a6000")))) for row in ROWS],
 )
-@pytest.mark.parametrize("model", ["7B", *(pytest.param(size, marks=pytest.mark.slow) for size in ("13B", "30B"))])
 def test_the_lines_of_a_row_run_scaled_down_as_planned(monkeypatch, tmp_path, model, gpu):
     """On the emulated device: held = planned, to the byte, in every tier. Lines of torchao's states run with it, above."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "docs")

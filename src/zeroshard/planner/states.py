@@ -203,8 +203,10 @@ class Holding(NamedTuple):
         each = [0]
         for bucket in self.partition.buckets:
             at, formats = self.tier(bucket), self.resting(bucket).formats
+            first, last = bucket.held(self.seats.of(bucket), self.placements.optimizer)
+            if bucket.trainable and at["optimizer"] == DEVICE != at["gradients"] and self.accumulated:
+                each.append(math.ceil((last - first) * formats.master.itemsize))  # averages, for the device's optimizer
             if bucket.trainable and at["optimizer"] != DEVICE:
-                first, last = bucket.held(self.seats.of(bucket), self.placements.optimizer)
                 # Sums that are used as they come pass too, in the format of what they update.
                 sums = formats.master.itemsize if not self.accumulated else 0
                 updates = formats.parameters.itemsize if at["parameters"] == DEVICE else 0

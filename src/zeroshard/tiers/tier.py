@@ -263,7 +263,8 @@ class DeviceTier(Tier, Memory[Tensor]):
     def fetch(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy values of the device to the host, and wait. The copy is valid until the next fetch but one."""
         piece = self._piece(values.numel(), dtype)
-        sent(piece, values.to(dtype)).finish()
+        cast = values.to(dtype)  # held until it was read: memory that is dropped may be reused at once
+        sent(piece, cast).finish()
         return piece
 
     def _piece(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -357,6 +357,7 @@ ARRIVE = {  # what a file holds, and where a file of tensors and states has them
     "extra state": ({"w": torch.ones(2), "n._extra_state": {"a": torch.zeros(1)}}, {"w": torch.ones(2)}),
     "extra state, bare": ({"model": {"w": torch.ones(2), "_extra_state": None}}, {"w": torch.ones(2)}),
     "no momentum yet": (with_optimizer({0: {"momentum_buffer": None}}, {"lr": 0.1, "momentum": 0.9, "params": [0]}), {}),
+    "an option without end": (with_optimizer(moments(), {"lr": float("inf"), "params": [0]}), {}),
     "no amsgrad": (with_optimizer(moments(max_exp_avg_sq=None)), {}),
     "groups by number": ({**(whole := with_optimizer(moments())), "optimizer": {"state": moments(), "param_groups": {0: {"lr": 0.1, "params": {0: 0}}}}}, {}),
     "a list in itself": ({"model": {"w": torch.ones(2)}, "more": (loop := [])}, {"w": torch.ones(2)}),
@@ -383,7 +384,6 @@ NAMED = {
     "a state of a number": (with_optimizer({0: {0: torch.ones(2)}}, {"params": [0], "momentum": 0.9}), "of which class|no text"),
     "an option of two": (with_optimizer(moments(), {"lr": torch.ones(2), "params": [0]}), "option 'lr'"),
     "an option that is a set": (with_optimizer(moments(), {"betas": {1, 2}, "params": [0]}), "option 'betas'"),
-    "an option without end": (with_optimizer(moments(), {"lr": float("nan"), "params": [0]}), "option 'lr'"),
     "an option of no name": (with_optimizer(moments(), {5: 6, "params": [0]}), "a name that is no text"),
     "flat, and something else": ({"model": {"w": torch.ones(2)}, "optim": {"param_groups.w.lr": 0.1, 3: 4}}, "neither a state nor an option"),
 }  # fmt: skip

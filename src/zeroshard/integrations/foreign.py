@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..checkpoint.content import _option
 from ..checkpoint.dtypes import DTYPES
 from ..checkpoint.files import absolute, make_room, publish, write_manifest, write_tensors
-from ..checkpoint.manifest import FORMAT, UNCUT, VALUE, check_loads, orders, plain, state_name
+from ..checkpoint.manifest import FORMAT, UNCUT, VALUE, check_loads, finite, orders, plain, state_name
 from ..checkpoint.staging import discard, owner, place_beside, temporary
 from ..engine.build.supported_optimizers import check_option
 from ..errors import CheckpointError, UserError, nearest
@@ -273,7 +273,9 @@ def _tie(found: Found, hints: Hints) -> None:
 def _head(found: Found, kind: str | None) -> dict[str, Any]:
     """Make the head of the manifest, of 0 ranks, which no run has: there are no random states in it."""
     groups = [
-        {"parameters": names, "options": _options(kind, options, found)} for names, options in found.groups if kind
+        {"parameters": names, "options": finite(_options(kind, options, found))}
+        for names, options in found.groups
+        if kind
     ]
     return {
         "format": FORMAT, "version": UNCUT, "saved": time.time_ns(), "ranks": 0, "stage": found.stage, "seed": 0,

@@ -116,11 +116,11 @@ def stepped(of: Facts) -> Overhead:
 
 
 def clipped(of: Facts) -> Overhead:
-    """Count at most a bucket's part in a norm, and the product with the factor, parameter by parameter.
+    """Count at most a bucket's part in a norm, and the product with the factor, of all its gradients at once.
 
     Where no tensor ends inside a block of 128 elements it takes fewer.
     """
-    return Overhead(15 + of.slots) + (NONE if of.divided else averaged(of))
+    return Overhead(16) + (NONE if of.divided else averaged(of))
 
 
 CLIP = Overhead(44)  # once for all buckets: bins are made, added up over the ranks, and made one number

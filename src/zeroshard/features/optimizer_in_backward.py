@@ -268,7 +268,8 @@ class InBackward(Subscriber):
 
 
 class Updates(Transaction):
-    """The buckets that a backward has updated and not sent yet. An exception does not end it: its backward does."""
+    """The buckets that a backward has updated and not sent yet. An exception does not drop them: the end of the
+    backward does."""
 
     def __init__(self) -> None:
         self.buffers: list[Buffer] = []

@@ -191,7 +191,7 @@ class SplitOf(Plain):
     """
 
     alone = True
-    asks = True  # else joined masters have to be split again
+    asks = True  # ask the host for edits first: without any, joined masters need not be split again
 
     def __init__(self, buffer: Buffer, masters: Tensor) -> None:
         """masters: the first, of which the parameters are the cast."""

@@ -634,7 +634,7 @@ class Groups:
             self.loss, self.aborted = "; ".join(f"rank {rank} {what}" for rank, what in sorted(lost.items())), True
             self.watch.tell(lost)
 
-    # --- a levelling: after an exception all ranks end the same collectives --------------------------------------------
+    # --- a levelling: after an exception all ranks end the same collectives ----------------------------------------
 
     @property
     def ends(self) -> bool:

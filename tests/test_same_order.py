@@ -122,8 +122,8 @@ def drifting(what: str, stage: int):
 
 
 NAMED = {
-    "a learning rate": "'lr': 0.05",
-    "an option that is a tensor": "'lr': 0.10000",
+    "a learning rate": "'lr' of group 0 is 0.05",
+    "an option that is a tensor": "'lr' of group 0 is 0.10000",
     "betas": "0.98",
     "the largest norm": "scaled by ['mul_.Tensor ",
     "the largest value": "clamp",

@@ -58,7 +58,7 @@ oldest newest: %: .venv-%/installed ## make test on the oldest and the newest to
 	.venv-$*/bin/pip install -q 'pip>=25.1' && .venv-$*/bin/pip install -q -c .venv-$*/constraints.txt '$(TORCH)' --group dev -e . && touch $@
 
 trainers: .venv-trainers/installed ## Accelerate, Hugging Face's Trainer, Lightning and Ray, from a virtual environment of their own; five minutes
-	.venv-trainers/bin/pytest -m "trainers and not slow" -n 2 --dist loadfile tests/tools tests/test_optimizer.py
+	.venv-trainers/bin/pytest -m "trainers and not slow" -n 2 --dist loadfile tests/test_optimizer.py tests/tools --ignore=tests/tools/test_page.py
 
 ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, and torchao's states of 8 bits, from the same environment
 	.venv-trainers/bin/pytest tests/tools/test_ray.py tests/test_optimizer.py -k "test_ray or torchao"

@@ -23,6 +23,7 @@ from ...policies.layout import Layout
 from ...policies.offload import Offload
 from ...validation import python_number
 from ..step.fragment import check_cut, updated
+from ..step.guarded_state import inside
 from ..step.optim import Binding
 from ..weights.buffer import Buffer
 from ..weights.unit import Managed, named_tensors
@@ -91,19 +92,16 @@ def _check_made(optimizer: Any) -> None:
 
 def _check_inside(optimizer: Any) -> None:
     """Refuse an optimizer that wraps another without sharing its states: no checkpoint would hold the inner states."""
-    for name, value in vars(optimizer).items():
-        many = isinstance(value, (dict, list, tuple))
-        held = [*value.values()] if isinstance(value, dict) else value if many else [value]
-        for inner in (each for each in held if isinstance(each, torch.optim.Optimizer)):
-            if inner.state is not optimizer.state:
-                share = f"for inner in self.{name}{'.values()' * isinstance(value, dict)}: inner.state = self.state"
-                share = share if many else f"self.state = self.{name}.state"
-                raise UserError(
-                    "an optimizer inside this one keeps states of its own, which no checkpoint would hold",
-                    where=f"{type(optimizer).__name__}.{name}, {type(inner).__name__}",
-                    instead=f"{share} in its __init__, one dict for all; or shard(model, ...) with the optimizers "
-                    "inside, and what is around them in your loop",
-                )
+    for name, value, inner in inside(optimizer):
+        if inner.state is not optimizer.state:
+            share = f"for inner in self.{name}{'.values()' * isinstance(value, dict)}: inner.state = self.state"
+            share = f"self.state = self.{name}.state" if value is inner else share
+            raise UserError(
+                "an optimizer inside this one keeps states of its own, which no checkpoint would hold",
+                where=f"{type(optimizer).__name__}.{name}, {type(inner).__name__}",
+                instead=f"{share} in its __init__, one dict for all; or shard(model, ...) with the optimizers "
+                "inside, and what is around them in your loop",
+            )
 
 
 def _check_overrides(optimizer: Any) -> None:

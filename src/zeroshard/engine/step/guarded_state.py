@@ -4,7 +4,7 @@ A program that asks for the state of one of these gets a `StateError` that says 
 from __future__ import annotations
 
 import collections
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -51,8 +51,16 @@ def guard(optimizer: Any, own: Container[int]) -> None:
     if isinstance(made, GuardedState):
         made.own = own
     optimizer.state = made
-    for value in vars(optimizer).values():
+    for _, _, inner in inside(optimizer):
+        if inner.state is before:
+            inner.state = made
+
+
+def inside(optimizer: Any) -> Iterator[tuple[str, Any, torch.optim.Optimizer]]:
+    """Yield each optimizer that another one keeps in an attribute, with the attribute's name and value: the optimizer
+    itself, or a list, a tuple or a dict of some."""
+    for name, value in vars(optimizer).items():
         held = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
         for inner in held:
-            if isinstance(inner, torch.optim.Optimizer) and inner.state is before:
-                inner.state = made
+            if isinstance(inner, torch.optim.Optimizer):
+                yield name, value, inner

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from .arithmetic.sums import LOW, average_
 from .errors import UserError
-from .layout import partition as arithmetic
+from .layout import partition as layouts
 from .layout.partition import Spec
 from .policies.layout import Layout
 
@@ -164,7 +164,7 @@ def total_norm(gradients: Iterable[Tensor], order: float = 2.0, block: int = BLO
 class Bucket:
     """Parameters of one unit and dtype that move together: a flat tensor, of which each rank owns a part."""
 
-    def __init__(self, plan: arithmetic.Bucket, params: dict[str, nn.Parameter], stage: int) -> None:
+    def __init__(self, plan: layouts.Bucket, params: dict[str, nn.Parameter], stage: int) -> None:
         self.plan, self.stage = plan, stage
         self.params = [params[slot.name] for slot in plan.slots]
         self.bounds = list(zip(plan.bounds, plan.bounds[1:], strict=False))  # of each rank's part
@@ -319,7 +319,7 @@ class Reference:
             Spec(name, tuple(p.shape), str(p.dtype), p.itemsize, owner[id(p)], p.requires_grad)
             for name, p in params.items()
         ]
-        laid_out = arithmetic.partition(specs, layout, ranks())
+        laid_out = layouts.partition(specs, layout, ranks())
         self.buckets = [Bucket(plan, params, stage) for plan in laid_out.buckets]
         self.bucket_of = {id(param): bucket for bucket in self.buckets for param in bucket.params}
         self.ended = True  # is no backward running?

@@ -18,7 +18,7 @@ OPTIONS = {
     "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
     "transport",
     "demo": "help out ranks seed steps verbose",
-    "plan": "accumulate align batch bounds bucket-mib bytes check config disk ep exact experts export fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
+    "plan": "accumulate align batch bounds bucket-mib bytes check config disk ep exact experts fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
     "host-mem json machine matrices no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters optimizer "
     "optimizer-in-backward optimizer-over params precision "
     "prefetch preset ranks recompute reduce replicas seq shapes stage step-time text tokens transport units whole",
@@ -75,7 +75,7 @@ def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
 @pytest.mark.parametrize(
     ("command", "common", "rest"),
     [
-        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload", 38),
+        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload", 37),
         ("train", "data stage ranks size steps out resume offload", 22),
         ("verify", "ranks stage steps accumulate precision offload full out", 12),
         ("io-bench", "params ranks stage tokens size out offload", 10),

@@ -109,12 +109,6 @@ def test_verify_compares_it_with_plain_pytorch():
     assert refused.returncode and "does not know whether this optimizer is elementwise" in refused.stderr
 
 
-def test_no_other_systems_config_has_it():
-    done = on_ranks.command("plan", "--params", "7B", "--optimizer-in-backward", "--export", "deepspeed")
-    assert done.returncode == 0
-    assert "optimizer_in_backward=True: DeepSpeed has no word for it" in done.stderr
-
-
 def test_the_guide_says_what_plan_says():
     guide = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     plan = partial(plan_of, params=7e9, ranks=8, preset="zeroshard", units=32)

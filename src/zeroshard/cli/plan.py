@@ -67,13 +67,6 @@ def show_plan(
         screen.say(f"  [dim]and {len(found.notes) - 8} more notes in --json[/dim]")
 
 
-def answer(settings: dict[str, Any]) -> None:
-    """Plan without printing, where there is a model to plan. Raises `InputError` for what cannot be planned."""
-    if any(settings[name] is not None for name in ("params", "shapes", "job")):
-        _one_model(settings)
-        _planned(dict(settings))
-
-
 def _planned(options: dict[str, Any]) -> Plan:
     offload = planned_offload(_places(options))
     if (older := options.pop("instances", None)) is not None:

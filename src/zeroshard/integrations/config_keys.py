@@ -288,7 +288,7 @@ def _ahead(draft: Draft, key: str, value: Any) -> int:
 TENSOR = ("Tensors and sequences are not split here", 'torch splits them; `Comm(group=mesh["dp"])` shards beside it', 1)
 
 ACCELERATE: Mapping[str, Key] = {
-    "compute_environment": refused("Only runs on machines of your own are read", "LOCAL_MACHINE", "LOCAL_MACHINE"),
+    "compute_environment": refused("Only runs on machines of your own are read", "`compute_environment: LOCAL_MACHINE`", "LOCAL_MACHINE"),
     "distributed_type": fact("kind", _kind, "FSDP: `stage=3`; DEEPSPEED: its section's; MULTI_GPU, MULTI_CPU, NO: `stage=0`", auto=False),
     "mixed_precision": fact(
         "mixed", _mixed,
@@ -355,12 +355,3 @@ ACCELERATE: Mapping[str, Key] = {
         for name in ("deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
     },
 }  # fmt: skip
-
-
-def markdown(table: Mapping[str, Key]) -> str:
-    """Write the table for the documents: keys in their order, those with the same answer on one line."""
-    lines: dict[tuple[str, str], list[str]] = {}
-    for key, entry in table.items():
-        lines.setdefault((entry.how, entry.says), []).append(f"`{key}`")
-    rows = [f"| {', '.join(keys)} | {how} | {says} |" for (how, says), keys in lines.items()]
-    return "\n".join(["| key | | with zeroshard |", "|---|---|---|", *rows, ""])

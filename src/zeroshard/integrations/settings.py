@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +274,3 @@ def _units(draft: Draft) -> None:
         draft.policies["layout"]["units"] = classes
     elif wrap == "NO_WRAP":
         draft.policies["layout"]["units"] = []
-
-
-def sections(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, policy) of each policy; one that is not in the settings is `shard`'s default."""
-    for name, kind in POLICIES.items():
-        yield name, found.get(name) or kind()

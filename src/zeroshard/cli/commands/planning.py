@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -35,7 +35,6 @@ from zeroshard.errors import UserError
 from zeroshard.layout.stage import STATES
 
 OF_BUCKETS = "[dim]\\[default: 24 on a CPU][/dim]"
-System = Literal["deepspeed", "accelerate", "fsdp2"]
 
 
 class Question:
@@ -180,10 +179,6 @@ class Bytes:
 
 
 class Answer:
-    export: Annotated[
-        System | None,
-        unset(ANSWER, "Print what is planned as another system's config. What it cannot say goes to standard error."),
-    ] = None
     exact: Annotated[bool, option(ANSWER, "Every byte to the last digit, instead of GB.", "--exact")] = False
     as_json: AsJson = False
     tokens: Annotated[
@@ -277,7 +272,6 @@ def plan(
       zeroshard plan train:job --ranks 8 --gpu-mem 80GiB
       zeroshard plan train:job --ranks 2 --check
       zeroshard plan --params 7B --ranks 8 --config ds_config.json
-      zeroshard plan --config ds_config.json --export accelerate
 
     With --gpu it searches for the fastest way that fits, and prints its line. --params is arithmetic on three numbers.
     --shapes lays the model out as the engine does, to the byte, with padding and the peak of a step. A job's own model,
@@ -296,24 +290,13 @@ def plan(
             raise InputError(f"--text shows a text's own models; leave {named} out")
         command.show_text(text, as_json=as_json)
         return
-    config, export, found = settings.pop("config"), settings.pop("export"), None
-    if config is not None:
+    if (config := settings.pop("config")) is not None:
         from zeroshard.cli.configs import configured
 
-        found = configured(config, settings, given)
+        configured(config, settings, given)
     if settings.pop("check"):
-        if export is not None:
-            raise InputError("--check runs a job, and --export prints a config; one of the two")
         raise typer.Exit(command.check_plan(as_json=as_json, text=text, **settings))
-    if export is None:
-        command.show_plan(as_json=as_json, exact=exact, config=config, given=given, **settings)
-        return
-    from zeroshard.cli.configs import show_export
-
-    if as_json or exact:
-        raise InputError("--export prints a config; leave --json and --exact out")
-    command.answer(settings)  # what cannot be planned is not exported
-    show_export(export, settings, found, given)
+    command.show_plan(as_json=as_json, exact=exact, config=config, given=given, **settings)
 
 
 @takes(Simulated, Tiers)

@@ -1,4 +1,4 @@
-"""Write lists into documents: files from their docstrings, settings that do not go together. `make docs` runs it."""
+"""Write lists into documents: rooms from their docstrings, settings that do not go together. `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import ast
 import functools
 import graphlib
 import sys
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
-ARCHITECTURE, CONTRIBUTING = ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"
-GUIDE = ROOT / "docs" / "guide.md"
+ARCHITECTURE, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "guide.md"
 FEATURES = ": features"
 
 # The core's rooms, from the bottom up: a file imports from its own room and from those before it. "" has files on top.
@@ -92,28 +90,17 @@ def core() -> list[str]:
     return [*below, *(name for room in ROOMS[1:] for name in files(room)), *ABOVE]
 
 
-def every_file() -> str:
-    """The core's files under their rooms, a clause each."""
-    lines, room = [], None
-    for name in core():
-        folder = name.rpartition("/")[0]
-        if folder != room:
-            room = folder
-            about = first_sentence(PACKAGE / folder / "__init__.py") if folder else ""
-            lines += ["", f"**`{folder}/`** {about}" if folder else "**On top**", ""]
-        entry = f"- [`{name}`](../src/zeroshard/{name}): {first_sentence(PACKAGE / name)}"
-        lines.append(textwrap.fill(entry, 130, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False))
-    return "\n".join([*lines[1:], ""])
-
-
 def every_room() -> str:
-    """The whole repository in a screen: the core's rooms, those around it, and what is not in the package."""
-    top = [name for name in core() if "/" not in name]
-    inside = [(name, first_sentence(PACKAGE / name)) for name in top]
-    inside += [(f"{room}/", first_sentence(PACKAGE / room / "__init__.py")) for room in (*ROOMS[1:], *AROUND)]
-    wide = max(len(name) for name, _ in inside) + 2
-    lines = ["```", "src/zeroshard/", *(f"  {name:{wide}}{about}" for name, about in inside)]
-    return "\n".join([*lines, *(f"{name + '/':{wide + 2}}{about}" for name, about in OUTSIDE.items()), "```", ""])
+    """The repository as a table: the core's rooms their files in reading order, the rooms around it, and the rest."""
+    top = "What every room uses; last the reference engine and what users call."
+    rooms = {"": top, **{f"{room}/": first_sentence(PACKAGE / room / "__init__.py") for room in (*ROOMS[1:], *AROUND)}}
+    lines = ["| room | what it holds | files |", "|---|---|---|"]
+    for room, about in rooms.items():
+        names = [name for name in core() if name.rpartition("/")[0] == room.rstrip("/")]
+        linked = ", ".join(f"[`{Path(name).name}`](../src/zeroshard/{name})" for name in names)
+        lines.append(f"| {f'`{room}`' if room else 'on top'} | {about} | {linked} |")
+    lines += [f"| `{name}/`, beside the package | {about} | |" for name, about in OUTSIDE.items()]
+    return "\n".join([*lines, ""])
 
 
 def written(page: Path, content: str, what: str = "") -> str:
@@ -148,6 +135,6 @@ def every_refusal() -> str:
 
 
 if __name__ == "__main__":
-    for page, content in ((ARCHITECTURE, every_file()), (CONTRIBUTING, every_room()), (GUIDE, every_refusal())):
+    for page, content in ((ARCHITECTURE, every_room()), (GUIDE, every_refusal())):
         page.write_text(written(page, content))
     ARCHITECTURE.write_text(written(ARCHITECTURE, every_feature(), FEATURES))

@@ -129,19 +129,16 @@ def test_commands_exist():
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
-def test_the_file_tree_is_the_one_on_disk():
-    """Each name in CONTRIBUTING's tree exists, and no file or folder of the package is missing from it."""
-    (tree,) = (block for block in fenced((ROOT / "CONTRIBUTING.md").read_text(), "") if "src/zeroshard/" in block)
-    folder, named = ROOT, set()
-    for line in tree.splitlines():
-        name = line.split()[0]
-        if name == "src/zeroshard/":
-            folder = ROOT / name
-        path = folder / name if line.startswith(" ") else ROOT / name
-        assert path.exists(), name
-        named.add(path)
-    package = {path for path in (ROOT / "src" / "zeroshard").iterdir() if not path.name.startswith(("_", "py.typed"))}
-    assert package - named == set()
+def test_the_table_of_rooms_names_the_whole_package():
+    """architecture.md has a row for each folder of the package and of the repository, and links the package's own files."""
+    table = (ROOT / "docs" / "architecture.md").read_text().partition("## The rooms")[2]
+    rooms = re.findall(r"^\| `(.+?)/`(, beside the package)? \|", table, re.MULTILINE)
+    assert [name for name, beside in rooms if not (ROOT / ("" if beside else "src/zeroshard") / name).is_dir()] == []
+    package = {
+        path.name for path in (ROOT / "src" / "zeroshard").iterdir() if not path.name.startswith(("_", "py.typed"))
+    }
+    named = {name.partition("/")[0] for name, _ in rooms}
+    assert {each for each in package - named if f"](../src/zeroshard/{each})" not in table} == set()
 
 
 def test_the_notebook_runs(tmp_path, monkeypatch):

@@ -46,10 +46,10 @@ from torch import nn
 
 import zeroshard
 from zeroshard import Layout, Offload, Precision
-from zeroshard.cli.iobench import Setup, _Raw
 from zeroshard.features import nvme
 
 from . import report
+from .io import Raw, Setup
 from .ranks import Ranks
 
 WIDTH = 2048
@@ -215,7 +215,7 @@ class Files:
         on_disk.step()
         self.moved = on_disk.moved() - before
         setup = _Calls(here, NVME // 2 * self.numel, nvme.BLOCK, nvme.THREADS, direct=True)
-        raw = self._close.enter_context(_Raw(setup, direct=on_disk.rests()[0][0].rest.file._direct))
+        raw = self._close.enter_context(Raw(setup, direct=on_disk.rests()[0][0].rest.file._direct))
         raw.run("write")
         self.ways: dict[str, Callable[[], None]] = {
             "step, states in files": on_disk.step,

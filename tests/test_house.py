@@ -266,7 +266,6 @@ def test_who_is_called_by_itself():
         ("integrations/unshard.py", "signal"),
         ("cli/launch.py", "signal"),
         ("cli/main.py", "signal"),
-        ("cli/iobench.py", "ThreadPoolExecutor"),
         ("checkpoint/staging.py", "register_at_fork"),
         ("testing/processes.py", "signal"),  # gives a rank the defaults: no code of ours
         ("worlds/schedule.py", "Thread"),  # a rank

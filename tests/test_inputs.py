@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import zeroshard
 from zeroshard import Comm, Layout, Machine, Model, Offload, Precision, Step
-from zeroshard.cli import demo, doctor, iobench, launch, main, start, train, verify
+from zeroshard.cli import demo, doctor, launch, main, start, train, verify
 from zeroshard.errors import Error
 
 JUNK = st.one_of(
@@ -103,6 +103,7 @@ CALLS = {
     "plan preset": lambda v: zeroshard.plan(Model(1e6, preset=v)),
     "plan cluster": lambda v: zeroshard.plan(1e6, Machine(cluster=v)),
     "plan disk": lambda v: zeroshard.plan(1e6, Machine(gpu_mem="1GB", disk=v)),
+    "plan disk_read": lambda v: zeroshard.plan(1e6, Machine(gpu_mem="1GB", disk_read=v, disk_write=1)),
     "plan batch": lambda v: zeroshard.plan(1e6, step=Step(batch=v)),
     "plan no_sync": lambda v: zeroshard.plan(1e6, step=Step(no_sync=v)),
     "plan ranks": lambda v: zeroshard.plan(1e6, Machine(ranks=v)),
@@ -141,7 +142,7 @@ WORDS = st.one_of(
 )  # fmt: skip
 BASES = {
     "train": [], "demo": [], "explain": ["--text"], "plan": ["--params", "1e6"], "verify": ["none:job"], "simulate": ["none:job"],
-    "io-bench": ["."], "doctor": [], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
+    "doctor": [], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
     "ckpt export": ["none", "out"],
 }  # fmt: skip
 SWITCHES = ("--help", "--open", "--check", "--exact")
@@ -182,7 +183,6 @@ def nothing_runs(here, monkeypatch):
     monkeypatch.setattr(start, "run_training", lambda *_: 0)
     monkeypatch.setattr(demo, "demo", lambda **_: 0)
     monkeypatch.setattr(verify, "verify", lambda *_, **__: 0)
-    monkeypatch.setattr(iobench, "io_bench", lambda *_, **__: None)
     monkeypatch.setattr(doctor, "doctor", lambda *_, **__: 0)
 
 

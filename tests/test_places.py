@@ -65,7 +65,7 @@ def test_an_earlier_run_is_moved_and_what_else_is_there_stays(tmp_path):
 
 @pytest.mark.row(72)
 def test_only_a_file_of_its_kind_is_replaced(tmp_path):
-    """A page, a trace, what io-bench measured: an earlier one is, anything else and any link is not."""
+    """A page, a trace: an earlier one is, anything else and any link is not."""
     path = tmp_path / "file"
     for text in ("mine one", "mine two"):
         put(path, text, "mine")

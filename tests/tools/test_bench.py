@@ -1,5 +1,6 @@
 """The benchmark runs, and its report has what it says."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from bench import io as disk
 from bench import pairs
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +127,30 @@ def test_one_round_of_tensors(tmp_path):
     plot = (tmp_path / "tensors.svg").read_text()
     assert plot.count("<polyline") == 5
     ElementTree.fromstring(plot)
+
+
+def test_a_disk_is_measured_by_the_engines_own_files(tmp_path):
+    """And by the calls alone, in whole slots; nothing is left on the disk."""
+    setup = disk.Setup(str(tmp_path), 1 << 20, 1 << 16, 2, direct=True, rounds=2)
+    assert (setup.slot, setup.slots) == (1 << 18, 4)
+    rates, _ = disk.measure(setup)
+    assert {way: {pattern: len(each) for pattern, each in found.items()} for way, found in rates.items()} == {
+        way: {"read": 2, "write": 2, "both": 2} for way in ("engine", "calls")
+    }
+    assert min(rate for found in rates.values() for each in found.values() for rate in each) > 0
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+    for wrong in ({"nbytes": 4 << 16}, {"block": 1000}):
+        with pytest.raises(SystemExit, match="must be"):
+            disk.Setup(**{"folder": "", "nbytes": 1 << 20, "block": 1 << 17, "depth": 2, "direct": True, **wrong})
+
+
+@pytest.mark.slow
+def test_the_line_of_a_disk_is_of_its_medians(tmp_path):
+    result, text, _ = bench("io", tmp_path, "--size", "8MiB", "--block", "64KiB", "--rounds", 1, out=tmp_path / "out")
+    (read,), (write,), _ = result["rates"]["engine"].values()
+    assert f"zeroshard plan --disk-read {read / 1e9:.3g} --disk-write {write / 1e9:.3g}" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.slow

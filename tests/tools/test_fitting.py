@@ -390,16 +390,16 @@ def test_pure_bf16_has_its_bytes_and_its_line(said, words, total):
 
 
 @pytest.mark.full
-def test_a_disk_is_a_size_or_a_measured_speed(tmp_path):
-    """Of a size the speed is assumed; io-bench's file has a speed, and room for all."""
+def test_a_disk_is_a_size_a_speed_or_both():
+    """Of a size alone the speed is assumed; a speed alone is that of a disk with room for all."""
     question = {"params": "7B", "gpu": "4090", "host_mem": "32GiB"}
     without, sized = (plan_of(**question, disk=disk) for disk in (None, "1TB"))
     assert not without.fitting.found[0].fits and sized.fitting.found[0].fits
-    assert (sized.disk.size, sized.disk.measured) == (10**12, False)
-    path = tmp_path / "disk.json"
-    path.write_text(json.dumps({"format": "zeroshard io-bench 1", "disk": {"read": 1e9, "write": 1e9, "both": 1e9}}))
-    slow = plan_of(**question, disk=path)
-    assert (slow.disk.size, slow.disk.measured) == (None, True)
+    assert sized.disk.json() == {"read": 3e9, "write": 2e9, "size": 10**12, "assumed": True}
+    slow, both = (plan_of(**question, disk=disk, disk_read=1, disk_write=1) for disk in (None, "1TB"))
+    assert slow.disk.json() == {"read": 1e9, "write": 1e9, "size": None, "assumed": False}
+    assert both.disk.json() == {"read": 1e9, "write": 1e9, "size": 10**12, "assumed": False}
+    assert slow.fitting.best.times == both.fitting.best.times
     assert slow.fitting.best.times.middle > sized.fitting.best.times.middle
     assert plan_of(**question, disk="10GB").fitting.found[0].proof is not None
     with pytest.raises(UserError, match="disk: a budget of memory is a number and a unit"):

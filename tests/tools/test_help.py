@@ -18,7 +18,7 @@ OPTIONS = {
     "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
     "transport",
     "demo": "help out ranks seed steps verbose",
-    "plan": "accumulate align batch bounds bucket-mib bytes check config disk ep exact experts fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
+    "plan": "accumulate align batch bounds bucket-mib bytes check config disk disk-read disk-write ep exact experts fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
     "host-mem json machine matrices no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters optimizer "
     "optimizer-in-backward optimizer-over params precision "
     "prefetch preset ranks recompute reduce replicas seq shapes stage step-time text tokens transport units whole",
@@ -33,8 +33,6 @@ OPTIONS = {
     "verify": "accumulate bucket-mib clip full help hosts json offload offload-path optimizer-in-backward "
     "optimizer-over out precision ranks reduce replicas seed stage steps timeout transport",
     "doctor": "help json",
-    "io-bench": "block depth direct help json offload offload-activations offload-gradients offload-optimizer offload-parameters out params "
-    "ranks rounds sharing size stage tokens",
 }
 
 
@@ -75,10 +73,9 @@ def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
 @pytest.mark.parametrize(
     ("command", "common", "rest"),
     [
-        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload", 37),
+        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload", 39),
         ("train", "data stage ranks size steps out resume offload", 22),
         ("verify", "ranks stage steps accumulate precision offload full out", 12),
-        ("io-bench", "params ranks stage tokens size out offload", 10),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
 )

@@ -1,8 +1,5 @@
 """What the planner says of tiers beside what the engine holds and moves there, to the byte."""
 
-import contextlib
-import gc
-import io
 import itertools
 import json
 from pathlib import Path
@@ -15,7 +12,6 @@ import ranks
 import zeroshard
 from flat import plan_of
 from zeroshard import Machine, Model, Offload, Precision
-from zeroshard.cli import iobench
 from zeroshard.cli.config import PLACED, InputError, offload_of, places
 from zeroshard.features import nvme
 from zeroshard.layout.stage import STATES
@@ -127,22 +123,27 @@ def test_what_a_plan_refuses(tmp_path):
         ({"step_time": 1.0}, "nothing rests in any"),
         ({"offload": Offload(optimizer="nvme", path=tmp_path), "step_time": 0}, "counts seconds"),
         ({"offload": Offload(optimizer="nvme", path=tmp_path), "tokens": 5}, "what the disk moves"),
-        ({"offload": Offload(optimizer="nvme", path=tmp_path), "disk": tmp_path / "no"}, "cannot be read"),
+        ({"disk_read": 3.2, "disk_write": 2}, "Machine.disk_read is about files"),
+        (
+            {"offload": Offload(optimizer="nvme", path=tmp_path), "disk": tmp_path / "no"},
+            "a budget of memory is a number",
+        ),
     ):
         with pytest.raises(zeroshard.Error, match=says):
             plan_of(params=1e6, preset="paper", **settings)
 
 
 def test_a_disk_says_how_long_a_steps_files_take(tmp_path):
-    """10 bytes read and 4 written: 8 go both ways at once, 6 more are read alone."""
+    """10 bytes read and 4 written: 8 go both ways at once, as fast as the slower, and 6 more are read alone."""
     moves = files.Moves(10, 4)
-    assert disk.Disk(read=3, write=5, both=4).seconds(moves) == 8 / 4 + 6 / 3
+    assert disk.Disk(read=3, write=5).seconds(moves) == 8 / 3 + 6 / 3
+    assert disk.Disk(read=5, write=2).seconds(moves) == 8 / 2 + 6 / 5
     assert disk.wear(moves, step_time=2.0) == 4 * 43200
-    path = tmp_path / "disk.json"
-    for text in ("{}", "[]", "x", '{"format": "zeroshard io-bench 1", "disk": {"read": 1, "write": 0, "both": 2}}'):
-        path.write_text(text)
-        with pytest.raises(zeroshard.Error, match="disk"):
-            disk.load(path)
+    offload = Offload(optimizer="nvme", path=tmp_path)
+    plan = plan_of(params="1e9", stage=3, offload=offload, disk_read=3, disk_write=1.5, tokens=4096)
+    (stage,) = plan.stages
+    assert (stage.moves, plan.seconds(stage)) == (files.Moves(12 * 10**9, 12 * 10**9), 16.0)
+    assert plan.tokens_per_second(stage) == 4096 / 16
 
 
 # ----------------------------------------------------------------------------------------------------------- commands
@@ -153,33 +154,6 @@ def run(*words, code=0):
     done = ranks.command(*words, timeout=120, cwd=Path(__file__).parents[2], COLUMNS="200")
     assert done.returncode == code, done.stderr
     return done.stdout if code == 0 else done.stderr
-
-
-def test_io_bench_measures_a_disk_and_plan_uses_it(tmp_path):
-    """Through the engine's own files, which are gone afterwards; the plan divides its bytes by what was measured."""
-    out = tmp_path / "disk.json"
-    setup = iobench.Setup(str(tmp_path), 1 << 20, 1 << 16, 2, direct=True, rounds=1)
-    assert (setup.slot, setup.slots) == (1 << 18, 4)
-    model = iobench.Model("1e9", 2, 3, 4096, Offload(optimizer="nvme", path=tmp_path))
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        iobench.io_bench(setup, model, out=str(out), as_json=True)
-    found = json.loads(out.read_text())
-    assert json.loads(said.getvalue()) == found
-    assert set(found["disk"]) == set(found["raw"]) == {"read", "write", "both"}
-    gc.collect()
-    assert [path.name for path in tmp_path.iterdir()] == ["disk.json"]
-    settings = {"params": "1e9", "ranks": 2, "preset": "zeroshard", "offload": model.offload, "tokens": 4096}
-    plan = plan_of(disk=out, stage=3, **settings)
-    (stage,) = plan.stages
-    measured = disk.Disk(**found["disk"])
-    assert plan.seconds(stage) == measured.seconds(stage.moves) == found["model"][0]["seconds"]
-    assert found["model"][0]["tokens_per_second"] == 2 * plan.tokens_per_second(stage)
-    lifted = {row["what"]: row["seconds"] for row in found["model"]}
-    assert lifted["two such disks, striped"] == found["model"][0]["seconds"] / 2
-    for name, wrong in {"nbytes": 4 << 16, "block": 1000, "depth": 0}.items():
-        settings = {"folder": "", "nbytes": 1 << 20, "block": 1 << 17, "depth": 2, "direct": True, name: wrong}
-        with pytest.raises(zeroshard.Error):
-            iobench.Setup(**settings)
 
 
 @pytest.mark.slow
@@ -294,12 +268,10 @@ def test_simulate_says_what_each_tier_holds_and_what_files_move():
     assert "Where it rests, in bytes" in run(*words) and "Where it rests" not in run(*words[:4])
 
 
-@pytest.mark.parametrize(
-    "words", [("plan", "--params", "7B"), ("io-bench", "/tmp", "--params", "7B")], ids=lambda w: w[0]
-)
-def test_activations_are_for_jobs(words):
-    assert "zeroshard: --offload-activations" in (said := run(*words, "--offload-activations", "cpu", code=2))
-    assert "for jobs" in said or "of jobs, or of so many tokens; instead: --batch 1, --seq 2048 beside it" in said
+def test_activations_are_for_jobs():
+    said = run("plan", "--params", "7B", "--offload-activations", "cpu", code=2)
+    assert "zeroshard: --offload-activations" in said
+    assert "of jobs, or of so many tokens; instead: --batch 1, --seq 2048 beside it" in said
 
 
 @pytest.mark.parametrize(

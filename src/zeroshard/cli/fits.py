@@ -103,7 +103,7 @@ def _assumed(found: Plan, fitting: Fitting) -> list[str]:
     if not fitting.most.files:
         said.append("no disk is told: --disk 1TB lets states rest in files")
     elif found.disk is not None:
-        known = "as io-bench measured it" if found.disk.measured else "assumed; zeroshard io-bench measures it"
+        known = "assumed; --disk-read and --disk-write say others" if found.disk.assumed else "as it is told"
         rates = f"{found.disk.read / 1e9:.3g} GB/s read, {found.disk.write / 1e9:.3g} written"
         said.append(f"the disk's speed, {rates}: {known}")
     best = fitting.best

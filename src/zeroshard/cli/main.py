@@ -42,7 +42,6 @@ for command in (
     looking.doctor,
 ):
     app.command(cls=help.Command)(command)
-app.command("io-bench", cls=help.Command)(planning.io_bench)
 app.add_typer(looking.ckpt, name="ckpt")
 COMMANDS = {each.name or each.callback.__name__ for each in app.registered_commands if each.callback}
 COMMANDS |= {str(each.name) for each in app.registered_groups}

@@ -326,7 +326,7 @@ def _show_tiers(tiers: dict[str, dict[str, int]], files: dict[str, int]) -> None
     table.add_row("[bold]total[/bold]", *(f"{sum(held.values()):,}" for held in tiers.values()))
     screen.show(table)
     screen.say(f"  [dim]files, in a step: {files['read']:,} bytes read, {files['write']:,} written[/dim]")
-    screen.say("  [dim]not on the clock: moves between tiers, and what the CPU updates; zeroshard io-bench[/dim]\n")
+    screen.say("  [dim]not on the clock: moves between tiers, and what the CPU updates[/dim]\n")
 
 
 def _seconds(seconds: float) -> str:

@@ -29,7 +29,7 @@ A layout, from shapes in a file or from a model:
     states       bytes at rest
     instants     what passes through beside the states, and when it is most
     files        what a step reads from files and writes to them
-    disk         how long that takes on a disk that was measured
+    disk         how long that takes on a disk
 
 A job of the user's, through the engine itself on tensors without memory:
 

@@ -149,7 +149,7 @@ class Plan:
         return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
     def seconds(self, stage: StagePlan) -> float | None:
-        """Return the fewest seconds that a step's files take on the disk that was measured; None without one."""
+        """Return the fewest seconds that a step's files take on the disk that is told; None without one."""
         return None if self.disk is None else self.disk.seconds(stage.moves)
 
     def wear(self, stage: StagePlan) -> int | None:
@@ -286,9 +286,7 @@ def _of_files(asked: Asked) -> list[str]:
     if NVME in asked.offload.tiers("gradients"):
         said.append("files: gradients that are clipped are read twice more and written once more")
     if asked.disk is None:
-        said.append(
-            "how long they take on a disk of yours: zeroshard io-bench DIR --out disk.json, then --disk disk.json"
-        )
+        said.append("how long they take on a disk of yours: --disk-read and --disk-write, in GB/s")
     return said
 
 

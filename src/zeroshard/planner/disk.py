@@ -1,75 +1,60 @@
-"""A disk's measured speed, and the time that a step's reads and writes take on it.
-
-`zeroshard io-bench DIR` measures and writes the file; `zeroshard plan --disk FILE` and `Machine(disk=...)` read it.
-"""
+"""A disk's speed, as it is told or assumed, and the time that a step's reads and writes take on it."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import re
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 
 from ..errors import UserError
 from .files import Moves
-from .quantities import budget
 
-FORMAT = "zeroshard io-bench 1"
+GB = 1e9
 DAY = 24 * 60 * 60  # seconds
 
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second in the engine's own pattern. both: read and written together, while both go on at once.
-
-    size: bytes of one rank's share, if it is told. measured: by io-bench, or assumed?
-    """
+    """Bytes per second that a disk reads and writes. size: bytes of one rank's share, if it is told. assumed: nobody
+    has told the speed."""
 
     read: float
     write: float
-    both: float
     size: int | None = None
-    measured: bool = True
+    assumed: bool = False
 
     def seconds(self, moves: Moves) -> float:
-        """Return the fewest seconds that a step's files take, as much as possible read and written at once."""
+        """Return the fewest seconds that a step's files take, as much as possible read and written at once.
+
+        While both go on, the disk moves as many bytes per second, of both together, as the slower of the two alone.
+        """
         shared = min(moves.read, moves.written)
         alone = (moves.read - shared) / self.read + (moves.written - shared) / self.write
-        return 2 * shared / self.both + alone
+        return 2 * shared / min(self.read, self.write) + alone
 
     def json(self) -> dict[str, float | None]:
         return asdict(self)
 
 
-ASSUMED = Disk(3e9, 2e9, 2e9, measured=False)  # an NVMe drive of which only the size is told
+ASSUMED = Disk(3 * GB, 2 * GB, assumed=True)  # an NVMe drive of which only the size is told
 
 
-def told(text: str | os.PathLike[str]) -> Disk:
-    """Return the disk of a size such as "1TB", whose speed is assumed, or of a file that `zeroshard io-bench` wrote.
-
-    Raises `UserError` for neither.
-    """
-    if re.fullmatch(r"\s*[0-9.]+\s*[A-Za-z]*\s*", str(text)) and not Path(text).exists():
-        return replace(ASSUMED, size=budget(str(text), "Machine.disk"))
-    return load(text)
+def told(size: int | None, read: float | None, write: float | None) -> Disk | None:
+    """Return the disk of a size in bytes and of speeds in GB/s, ASSUMED's without both; None if nothing is told."""
+    if read is None or write is None:
+        return None if size is None else Disk(ASSUMED.read, ASSUMED.write, size, assumed=True)
+    return Disk(read * GB, write * GB, size)
 
 
-def load(path: str | os.PathLike[str]) -> Disk:
-    """Read a file that `zeroshard io-bench` wrote. Raises `UserError` for any other."""
-    where, instead = str(path), "zeroshard io-bench DIR --out disk.json"
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError("what a disk moves cannot be read", where=where, got=str(error), instead=instead) from error
-    rates = found.get("disk") if isinstance(found, dict) and found.get("format") == FORMAT else None
-    if not isinstance(rates, dict) or set(rates) != {"read", "write", "both"}:
-        raise UserError("this file does not say what a disk moves", where=where, expected=FORMAT, instead=instead)
-    for name, rate in rates.items():
-        if type(rate) not in (int, float) or not (0 < rate < math.inf):
-            raise UserError("a disk moves a number of bytes per second", where=f"{where}, {name}", got=repr(rate))
-    return Disk(**rates)
+def check_speeds(read: object, write: object) -> None:
+    """Raise `UserError` for a speed that is no number of GB/s, and for one of the two alone."""
+    speeds = {"disk_read": read, "disk_write": write}
+    for name, speed in speeds.items():
+        if speed is not None and not (isinstance(speed, (int, float)) and 0 < speed < math.inf):
+            raise UserError(f"Machine.{name} counts GB/s", got=repr(speed), instead=f"Machine({name}=3.2)")
+    if (read is None) != (write is None):
+        what = "what a disk reads and what it writes are told together, in GB/s"
+        got = ", ".join(f"{name}={speed!r}" for name, speed in speeds.items() if speed is not None)
+        raise UserError(what, got=got, instead="Machine(disk_read=3.2, disk_write=2.1)")
 
 
 def wear(moves: Moves, step_time: float) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..errors import UserError
 from . import gpus, quantities
+from .disk import check_speeds
 from .quantities import COUNT, whole
 
 UNITS_LIMIT = 1 << 12
@@ -123,8 +124,8 @@ class Machine:
         way is the fastest that does (`fitting`)?
     gpu_mem: the same of a budget in bytes with a unit, such as "80GiB".
     host_mem: a budget for one rank's share of host memory, such as "200GiB".
-    disk: a file that `zeroshard io-bench` wrote; or the size of one rank's share of a disk, such as "1TB", whose speed
-        is assumed.
+    disk: the size of one rank's share of a disk, such as "1TB".
+    disk_read, disk_write: what the disk reads and writes in GB/s, as `fio` measures it; assumed if only `disk` is told.
     gpus_per_node: GPUs of a node, to plan what one GPU's links inside and between nodes carry.
     cluster: a cluster by name, or a JSON file of its numbers (`machines.Cluster`): which `Comm.replicas` and
         `Comm.optimizer` take least time on it, of those that fit into its memory, or `gpu_mem`.
@@ -138,7 +139,9 @@ class Machine:
     gpu: str | None = None
     gpu_mem: str | None = None
     host_mem: str | None = None
-    disk: str | os.PathLike[str] | None = None
+    disk: str | None = None
+    disk_read: float | None = None
+    disk_write: float | None = None
     gpus_per_node: int | None = None
     cluster: str | None = None
     ep: int | None = None
@@ -152,10 +155,10 @@ class Machine:
             )  # fmt: skip
         if self.gpu is not None:
             gpus.named(self.gpu)
-        for name in ("gpu_mem", "host_mem"):
+        for name in ("gpu_mem", "host_mem", "disk"):
             if (value := getattr(self, name)) is not None:
                 quantities.budget(value, f"Machine.{name}")
-        _check_path("Machine.disk", self.disk)
+        check_speeds(self.disk_read, self.disk_write)
         for name in ("gpus_per_node", "ep"):
             if (value := getattr(self, name)) is not None:
                 whole(f"Machine.{name}", value, sys.maxsize)

@@ -14,7 +14,7 @@ from zeroshard.cli.config import Device, GradDtype, OptimizerOver, Precision, Re
 COMMON = None  # the panel that a help shows first
 RUN, MODEL = "Sharding and run", "Model and training"
 WHAT, BYTES, ANSWER, WHERE = "What is planned", "Bytes and messages", "The answer", "Where states rest"
-GRID, MEASURE = "What to compare", "How the disk is measured"
+GRID = "What to compare"
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 

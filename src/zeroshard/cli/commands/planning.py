@@ -1,4 +1,4 @@
-"""`zeroshard plan`, `zeroshard simulate` and `zeroshard io-bench`."""
+"""`zeroshard plan` and `zeroshard simulate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from zeroshard.cli.commands.options import (
     ANSWER,
     BYTES,
     COMMON,
-    MEASURE,
     RUN,
     WHAT,
     AsJson,
@@ -30,9 +29,8 @@ from zeroshard.cli.commands.options import (
     tiers_of,
     unset,
 )
-from zeroshard.cli.config import InputError, Precision, in_options, offload_of, planned_offload
+from zeroshard.cli.config import InputError, Precision, in_options, planned_offload
 from zeroshard.errors import UserError
-from zeroshard.layout.stage import STATES
 
 OF_BUCKETS = "[dim]\\[default: 24 on a CPU][/dim]"
 
@@ -58,10 +56,7 @@ class Question:
     host_mem: Annotated[str | None, unset(COMMON, "A rank's share of host memory: what fits into both?", "BUDGET")] = (
         None
     )
-    disk: Annotated[
-        str | None,
-        unset(COMMON, "A rank's share of a disk, 1TB; or a file of zeroshard io-bench, with its speed.", "SIZE|FILE"),
-    ] = None
+    disk: Annotated[str | None, unset(COMMON, "A rank's share of a disk: 1TB.", "BUDGET")] = None
     preset: Annotated[
         str | None,
         unset(
@@ -181,6 +176,10 @@ class Bytes:
 class Answer:
     exact: Annotated[bool, option(ANSWER, "Every byte to the last digit, instead of GB.", "--exact")] = False
     as_json: AsJson = False
+    disk_read: Annotated[
+        float | None, unset(ANSWER, "GB/s that the disk reads, as fio measures it. [dim]\\[default: 3][/dim]")
+    ] = None
+    disk_write: Annotated[float | None, unset(ANSWER, "GB/s that it writes. [dim]\\[default: 2][/dim]")] = None
     tokens: Annotated[
         str | None, unset(ANSWER, "A rank's tokens per step: the tokens/s that the disk allows.", "NUMBER")
     ] = None
@@ -232,25 +231,6 @@ class Simulated:
         ),
     ] = "ordered"
     trace: Annotated[str | None, unset(ANSWER, "Write what happened as a Chrome trace.", "FILE")] = None
-    as_json: AsJson = False
-
-
-class Disk:
-    params: Annotated[str | None, unset(COMMON, "A model's parameters: 7B, 7e9.", "NUMBER")] = None
-    ranks: Annotated[int, option(COMMON, "Ranks that share its states.")] = 1
-    stage: Stage = 3
-    tokens: Annotated[
-        str | None, unset(COMMON, "A rank's tokens per backward: the tokens/s that the disk allows.", "NUMBER")
-    ] = None
-    size: Annotated[str, option(COMMON, "The size of the file that is read and written.")] = "1GiB"
-    out: Annotated[str | None, unset(COMMON, "Leave the answer as JSON, for plan --disk.", "FILE")] = None
-    block: Annotated[str, option(MEASURE, "What one system call moves.")] = "4MiB"
-    depth: Annotated[int, option(MEASURE, "System calls at once.")] = 4
-    direct: Annotated[
-        bool, option(MEASURE, "Past the page cache (O_DIRECT), or through it.", "--direct/--buffered")
-    ] = True
-    rounds: Annotated[int, option(MEASURE, "Runs of each pattern, in turn; the median counts.")] = 3
-    sharing: Annotated[int, option(RUN, "Ranks that use this disk at once.")] = 1
     as_json: AsJson = False
 
 
@@ -322,54 +302,3 @@ def simulate(job: Job, **options: Any) -> None:
         raise
     except UserError as error:
         raise InputError(in_options(error, (*options, "rank", "machine"))) from error
-
-
-@takes(Disk, Tiers)
-def io_bench(
-    folder: Annotated[str, typer.Argument(metavar="DIR", help="A folder on the disk to measure.")], **options: Any
-) -> None:
-    """Measure what a disk moves in the engine's own pattern, and what that allows a model.
-
-    Measure a disk, ask what it allows, and plan with it:
-
-      zeroshard io-bench /scratch --out disk.json
-      zeroshard io-bench /scratch --params 7B --ranks 8 --tokens 16384
-      zeroshard plan --params 7B --offload-optimizer nvme --disk disk.json
-
-    Reads, writes and both at once go through the engine's files, and through the same system calls without it. With
-    --params it says how long a step's files take, the tokens/s that allows, and what would raise them. Without
-    --offload, the optimizer's states are in files and gradients in host memory. The file is removed at the end.
-    """
-    from zeroshard.cli.iobench import Setup
-    from zeroshard.cli.iobench import io_bench as run
-    from zeroshard.planner.quantities import budget
-
-    asked = tiers_of(options)
-    try:
-        size, block = budget(options["size"], "size"), budget(options["block"], "block")
-        setup = Setup(folder, size, block, options["depth"], options["direct"], options["rounds"])
-        model = _model(folder, options, asked)
-    except InputError:
-        raise
-    except UserError as error:
-        raise InputError(in_options(error, options)) from error
-    run(setup, model, out=options["out"], as_json=options["as_json"])
-
-
-def _model(folder: str, options: dict[str, Any], asked: dict[str, str]) -> Any:
-    """Make the model whose files the disk is asked about; None without --params."""
-    from zeroshard.cli.iobench import Model
-    from zeroshard.planner.quantities import count
-
-    params, tokens = options["params"], options["tokens"]
-    if params is None:
-        if tokens is not None or asked:
-            raise InputError("--tokens and --offload are about a model; say how large: --params 7B")
-        return None
-    if of_jobs := [what for what in asked if what not in STATES]:
-        raise InputError(f"--offload-{of_jobs[0]} is for jobs: a number of parameters does not say what forward saves")
-    asked = asked or {"gradients": "cpu", "optimizer": "nvme"}
-    if "nvme" not in asked.values():
-        raise InputError("--offload: nothing of this model rests in files; try --offload-optimizer nvme")
-    per_rank = None if tokens is None else count(tokens, "tokens")
-    return Model(params, options["ranks"], options["stage"], per_rank, offload_of(asked, folder), options["sharing"])

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import emulated
 import ranks
 import verbs
+from zeroshard.tiers.tier import pages
 
 N = 64
 
@@ -201,7 +202,67 @@ def neighbours_in_one_buffer(right):
     return flat.sum()
 
 
+def pinned():
+    return pages(4 * N, torch.device("emu"))[: 4 * N].view(torch.float32)
+
+
+def host_reads_too_early(right):
+    """The host reads pinned memory that a copy from the device has yet to fill."""
+    x, memory = numbers(), pinned()
+    memory.copy_(x, non_blocking=True)
+    if right:
+        torch.emu.current_stream().synchronize()
+    found = memory.sum()
+    torch.emu.synchronize()
+    return found
+
+
+def host_writes_too_early(right):
+    """The host changes pinned memory that a copy to the device has yet to read."""
+    x, memory = torch.empty(N, device="emu"), pinned()
+    x.copy_(memory.fill_(1), non_blocking=True)
+    found = memory.sum()  # reading is allowed
+    if right:
+        torch.emu.current_stream().synchronize()
+    memory.fill_(1)  # also if no number changes
+    torch.emu.synchronize()
+    return found + x.sum()
+
+
+def host_waits_for_the_copy_before(right):
+    """The host waits for a copy into pinned memory, and not for the one after it."""
+    x, memory, event = numbers(), pinned(), torch.emu.Event()
+    memory.copy_(x, non_blocking=True)
+    if not right:
+        event.record()
+    memory.copy_(x.add(1), non_blocking=True)
+    if right:
+        event.record()
+    event.synchronize()
+    found = memory.sum()
+    torch.emu.synchronize()
+    return found
+
+
+def copied_on_before_it_has_come(right):
+    """One stream copies to pinned memory, and another one from there, without a wait between them."""
+    stream, main = side()
+    x, y, memory = numbers(), torch.empty(N, device="emu"), pinned()
+    memory.copy_(x, non_blocking=True)
+    stream.wait_stream(main) if right else stream.wait_event(torch.emu.Event())
+    with torch.emu.stream(stream):
+        y.copy_(memory, non_blocking=True)
+    main.wait_stream(stream)
+    found = y.sum()
+    torch.emu.synchronize()
+    return found
+
+
 ALONE = {
+    host_reads_too_early: ("the host touches pinned memory that a copy writes", "the copy, launched at"),
+    host_writes_too_early: ("the host touches pinned memory that a copy reads", "touched at"),
+    host_waits_for_the_copy_before: ("the host touches pinned memory that a copy writes", "instead: let the host"),
+    copied_on_before_it_has_come: ("copy in stream 'side' reads", "copy in stream 'default' writes"),
     read_before_the_write: ("add in stream 'default' reads", "mul in stream 'side' writes"),
     write_while_another_reads: ("fill_ in stream 'default' writes", "mul in stream 'side' reads"),
     two_writers: ("fill_ in stream 'side' writes", "arange in stream 'default' writes"),

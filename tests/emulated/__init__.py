@@ -16,6 +16,7 @@ random states. Autograd runs its backward on a thread of the device's. Per rank 
     memory      blocks by address; freed memory is filled with 0xFF in the order of its stream
     kernels     torch's operators: shaped at once, computed late, by the CPU's kernels
     races       who touched which bytes last, and what orders that: a race is an error that names both sides
+    pages       pinned memory of the host, locked against the host while a copy uses it
     counts      launches, waits of the host, allocations and bytes by the line of the program that asks
     sites       which line that is
     emu         `torch.emu`

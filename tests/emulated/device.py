@@ -13,6 +13,7 @@ from torch import Tensor
 from . import sites
 from .counts import total
 from .memory import Block, Memory, Place
+from .pages import Pages
 from .races import Detector
 from .streams import Barrier, DeviceError, Item, Machine, Mark, Order, Queue
 
@@ -28,8 +29,7 @@ class Device:
         self.races = Detector(self.machine, on=detect)
         self.generator = torch.Generator("cpu")
         self._local = threading.local()
-        self._pinned: list[tuple[int, int]] = []
-        self.reads_of_the_host: list[tuple[Mark, int, int]] = []  # by copies from pinned memory, from ... to
+        self.pages = Pages(self.machine.default, on=detect)
         self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
         self.rounds_otherwise: set[str] = set()  # kernels whose first result is not quite the CPU's, as a GPU's is not
         self.syncs_every = 0  # allocations, after each of which the host waits for the whole device, as cudaFree does
@@ -56,10 +56,13 @@ class Device:
         item.stack = sites.stack()
         item.holds = [place.block for place, _ in accesses]
         total.launches[sites.site(), name] += 1
+        self.pages.raise_met()
         with self.machine.lock:
             self.settle()
             self.races.launched(queue, name, item.stack, accesses)
-            return self.machine.launch(queue, item)
+            mark = self.machine.launch(queue, item)
+            self.pages.launched(mark, item.stack, accesses)
+            return mark
 
     def settle(self) -> None:
         """Do what the ends of storages have noted: see *a finaliser only notes* in `memory.py`."""
@@ -76,6 +79,7 @@ class Device:
                 if all(mark.reached for mark in marks):
                     self._limbo.remove((block, marks))
                     block.poison()
+        self.pages.raise_met()
 
     def wait_on(self, queue: Queue, mark: Mark) -> None:
         """Let a stream wait for a point in another one."""
@@ -89,7 +93,7 @@ class Device:
         """Is it reached? If so, what the host launches from now on comes after it."""
         reached = self.machine.poll(mark)
         if reached:
-            self.races.host_waited((mark,))
+            self._host_waited((mark,))
         return reached
 
     def wait_for(self, *marks: Mark, deadline: float | None = None) -> bool:
@@ -99,8 +103,14 @@ class Device:
             raise DeviceError("operation not permitted when stream is capturing")
         if not self.machine.wait(marks, deadline):
             return False
-        self.races.host_waited(marks)
+        self._host_waited(marks)
         return True
+
+    def _host_waited(self, marks: Iterable[Mark]) -> None:
+        with self.machine.lock:
+            self.races.host_waited(marks)
+            self.pages.waited(self.races.host)
+        self.pages.raise_met()
 
     def wait_for_current(self) -> None:
         self.wait_for(self.current.end())
@@ -121,25 +131,12 @@ class Device:
 
     def pin(self, address: int, nbytes: int) -> None:
         """Let the device copy from and to it late, as from page-locked memory."""
-        self._pinned.append((address, address + nbytes))
+        with self.machine.lock:
+            self.pages.pin(address, nbytes)
 
     def unpin(self, address: int) -> None:
-        self._pinned = [(first, last) for first, last in self._pinned if first != address]
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        low, high = reach(tensor)
-        return any(first <= low and high <= last for first, last in self._pinned)
-
-    def will_read(self, tensor: Tensor) -> bool:
-        """Does a copy that has not run yet read this memory of the host?"""
-        self.reads_of_the_host = [each for each in self.reads_of_the_host if not each[0].reached]
-        low, high = reach(tensor)
-        return any(first < high and low < last for _, first, last in self.reads_of_the_host)
-
-
-def reach(tensor: Tensor) -> tuple[int, int]:
-    """Where a tensor of the host begins, and ends, if its elements follow each other."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize
+        with self.machine.lock:
+            self.pages.unpin(address)
 
 
 _installed: dict[int, Device] = {}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import sites
 from .counts import total
-from .device import Device, reach
+from .device import Device
 from .memory import Place
 from .streams import drained
 
@@ -147,29 +147,30 @@ class Operators:
     def _copy(self, source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
         """Between host and device the host waits, unless asked not to, and then too for pages that can be swapped out."""
         device, on_device = self.device, target.device.type == "emu"
-        reads: Any = source
-        if source.device.type == "emu":
-            reads = device.memory.place(source)
-        elif not (non_blocking and device.is_pinned(source)):
+        from_device = source.device.type == "emu"
+        reads: Any = (
+            device.memory.place(source) if from_device else device.pages.place(source) if non_blocking else None
+        )
+        if reads is None:
             reads = source.detach().clone()
-        writes: Any = device.memory.place(target) if on_device else target.detach()
-        if not on_device and non_blocking and device.is_pinned(target) and not device.will_read(target):
-            target.detach().fill_(-1 if not target.is_floating_point() else float("nan"))  # nobody may read it yet
+        pinned = device.pages.place(target) if non_blocking and not on_device else None
+        writes: Any = device.memory.place(target) if on_device else pinned or target.detach()
+        if pinned is not None and not device.pages.will_read(pinned):
+            with device.machine.lock, device.pages:
+                target.detach().fill_(-1 if not target.is_floating_point() else float("nan"))  # nobody may read it yet
 
         def run() -> None:
-            _opened(writes).copy_(_opened(reads))
+            with device.pages:
+                _opened(writes).copy_(_opened(reads))
 
         if source.device.type != target.device.type:
             moved = "to the device" if on_device else "to the host"
             total.nbytes[sites.site(), moved] += target.numel() * target.itemsize
-        accesses = [(reads, False)] * isinstance(reads, Place) + [(writes, True)] * on_device
-        mark = device.launch("copy", run, accesses)
-        if reads is source:
-            device.reads_of_the_host.append((mark, *reach(source)))
-        if source.device.type != "emu" and not non_blocking:
+        device.launch("copy", run, [(each, each is writes) for each in (reads, writes) if isinstance(each, Place)])
+        if not from_device and not non_blocking:
             drained("copy to the device")
             device.wait_for_current()
-        elif not on_device and not (non_blocking and device.is_pinned(target)):
+        elif not on_device and pinned is None:
             drained("copy to the host")
             device.wait_for_current()
         return target

@@ -6,8 +6,8 @@ block of memory remembers its bytes in stretches, with their last writer and who
 compared with the uses before it when it is *launched*, and both are named, also where their kernels run in the order
 that was meant.
 
-The host is one: threads of a program that meet by locks are not told apart. What it does with its own memory is not
-seen. A view whose rows lie apart is looked at row by row up to `ROWS`, and beyond that as one piece.
+The host is one: threads of a program that meet by locks are not told apart. What it does with pinned memory is seen by
+`pages.py`, and what it does with other memory of its own is not. A view whose rows lie apart is looked at row by row up to `ROWS`, and beyond that as one piece.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ WORDS = st.one_of(
     ]),
 )  # fmt: skip
 BASES = {
-    "train": [], "demo": [], "explain": ["--text"], "plan": ["--params", "1e6"], "verify": ["none:job"], "simulate": ["none:job"],
+    "train": [], "demo": [], "explain": ["--json"], "plan": ["--params", "1e6"], "verify": ["none:job"], "simulate": ["none:job"],
     "doctor": [], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
     "ckpt export": ["none", "out"],
 }  # fmt: skip

@@ -41,7 +41,7 @@ _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 class _Action(ctypes.Structure):
     """A `struct sigaction` of glibc."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("handler", ctypes.c_void_p),
         ("mask", ctypes.c_ulong * 16),
         ("flags", ctypes.c_int),

@@ -589,13 +589,13 @@ def changed_by_one_bit(run, folder, what):
     ],
 )
 def test_two_runs_are_compared(run, tmp_path, changed, says):
-    """In the terminal and on the page: what each held, sent and lost, and whether one bit differs."""
+    """On the page, what each held, sent and lost; there and in the terminal, whether one bit differs."""
     other = changed_by_one_bit(run[0], tmp_path / "other", changed)
-    done = zeroshard("explain", run[0], other, "--text", COLUMNS="300")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert says in done.stdout
     out = tmp_path / "two.html"
-    assert zeroshard("explain", run[0], other, "--out", out).returncode == 0
+    done = zeroshard("explain", run[0], other, "--out", out, COLUMNS="300")
+    assert (done.returncode, done.stderr) == (0, "")
+    path, sentence = done.stdout.splitlines()
+    assert path.startswith(str(out)) and says in sentence
     data = json.loads(re.search(r'id="data">(.*?)</script>', out.read_text())[1])
     told = json.loads((run[0] / "explain.json").read_text())["run"]
     assert {key: data["run"][key] for key in told if key != "curves"} == {
@@ -608,12 +608,22 @@ def test_two_runs_are_compared(run, tmp_path, changed, says):
     assert "got 3 folders" in zeroshard("explain", run[0], other, other).stderr
 
 
-def test_one_stage_in_the_terminal():
-    one = zeroshard("explain", "--text", "--stage", 1).stdout
-    assert "Stage 1: sharded: optimizer. 4 + 12/N bytes per parameter, 2,600 bytes per rank" in one
-    assert "Stage 2" not in one
-    assert "--stage must be 0, 1, 2 or 3, got 7" in zeroshard("explain", "--text", "--stage", 7).stderr
-    assert "--stage is for the walkthrough in the terminal" in zeroshard("explain", "--stage", 1).stderr
+@pytest.mark.parametrize("option", ["--text", "--stage", "--element"])
+def test_the_page_is_not_told_in_the_terminal(option):
+    done = zeroshard("explain", option)
+    assert (done.returncode, done.stdout) == (2, "") and f"No such option: {option}" in done.stderr
+
+
+def test_tables_without_colours_in_a_narrow_terminal():
+    """NO_COLOR and the width hold; prose is wrapped, and nothing is paged."""
+    asked = {"FORCE_COLOR": "1", "COLUMNS": "70"}
+    coloured, plain = (zeroshard("plan", "--text", "E", **asked, **more) for more in ({}, {"NO_COLOR": "1"}))
+    assert (plain.returncode, plain.stderr) == (0, "")
+    assert set(re.findall(r"\x1b\[(\d+)", coloured.stdout)) == {"0", "1", "2", "31"}
+    assert set(re.findall(r"\x1b\[(\d+)", plain.stdout)) == {"0", "1", "2"}  # bold and dim, no colour
+    lines = re.sub(r"\x1b\[\d+m", "", plain.stdout).splitlines()
+    at = lines.index("Where the text differs")
+    assert [line[:4].strip() for line in lines[at + 1 :][:3]] == ["-", "", "-"] and max(map(len, lines)) <= 70
 
 
 @pytest.mark.full

@@ -19,11 +19,9 @@ from torch import nn
 from walkthroughs import build, four_weights, transformer260, walk_layers, walk_tiers
 from walkthroughs.transformer260 import TENSORS
 
-import ranks as rank_processes
 import zeroshard
 from zeroshard import Comm, Precision
 from zeroshard.cli import explain as explain_command
-from zeroshard.cli import walk
 from zeroshard.cli.config import InputError
 from zeroshard.errors import UserError
 from zeroshard.explain import document, reading, recording, run, shape
@@ -217,6 +215,19 @@ def test_who_owns_what_of_the_260(transformer):
         ]
         assert tensor["owners"] == want
     assert next(t["owners"] for t in transformer["tensors"] if t["symbol"] == "W1") == [[0, 0, 50], [1, 50, 64]]
+
+
+@pytest.mark.parametrize(
+    ("flat", "symbol", "at", "rank"),
+    [(8, "W_q", (0, 0), 0), (3, "gamma1", (3,), 0), (259, "W_vocab", (3, 7), 1), (129, "W1", (3, 1), 0),
+     (130, "W1", (3, 2), 1)],
+)  # fmt: skip
+def test_where_an_element_is_in_the_flat_vector(flat, symbol, at, rank):
+    """A tensor's start, and its rows one after the other; and who updates it."""
+    tensor = next(each for each in packaged()["transformer"]["tensors"] if each["symbol"] == symbol)
+    offset = at[0] if len(at) == 1 else at[0] * tensor["shape"][1] + at[1]
+    assert tensor["start"] + offset == flat
+    assert [owner for owner, start, stop in tensor["owners"] if start <= offset < stop] == [rank]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -728,20 +739,18 @@ def exchanged(folder, transport):
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("transport", "how"),
-    [("shared", "by gloo, data through shared memory: ranks of one host send no data"), ("gloo", "by gloo")],
+    [("shared", "gloo, data through shared memory"), ("gloo", "gloo")],
 )
-def test_what_was_exchanged_is_told_and_how(ranks, tmp_path, capsys, transport, how):
-    """Through shared memory a run sends nothing, and yet its messages are there, in the terminal and in the document."""
+def test_what_was_exchanged_is_told_and_how(ranks, tmp_path, transport, how):
+    """Through shared memory a run sends nothing, and yet its messages are there."""
     ranks.run(2, exchanged, tmp_path, transport)
     told = reading.read(tmp_path)
-    walk.run(told)
-    shown = " ".join(capsys.readouterr().out.split()).partition("What the step exchanged, rank 0")[2]
     rows = {row["verb"]: row for row in told["traffic"]}
     for verb in ("gather", "reduce"):
         row = rows[verb]
-        assert row["logical"] > 0 and bool(row["sent"]) == (transport == "gloo")
-        assert f"{verb} {row['calls']} {row['logical']:,} {row['sent']:,} {row['sent_and_received']:,}" in shown
-    assert how in shown and ("shared" in shown) == ("shared" in told["facts"]["backend"]) == (transport == "shared")
+        assert row["calls"] > 0 and row["logical"] > 0
+        assert bool(row["sent"]) == bool(row["sent_and_received"]) == (transport == "gloo")
+    assert told["facts"]["backend"] == how
 
 
 @pytest.mark.parametrize(("scaling", "part"), [("tensor", "tensor"), ("128x128", "tile of 128x128")])
@@ -1199,7 +1208,7 @@ def trained_by_the_command(folder: str) -> None:
 
 
 def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
-    """A recorded step of every rank and the curves, as a page and as text."""
+    """A recorded step of every rank and the curves, as a page and as its document."""
     from zeroshard.cli.explain import explain
 
     ranks.run(2, trained_by_the_command, str(tmp_path))
@@ -1207,20 +1216,19 @@ def test_train_leaves_what_explain_reads(ranks, tmp_path, template, capsys):
     assert (found["stage"], found["ranks"], len(found["recording"]["ranks"])) == (2, 2, 2)
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert found["curves"]["rows"] == [list(row.values()) for row in metrics]
-    explain((str(tmp_path),), out=None, text=False, stage=None, element=None, browse=False)
+    explain((str(tmp_path),), out=None, browse=False)
     assert str(tmp_path / "zero.html") in capsys.readouterr().out.replace("\n", "")
     page = json.loads(Scripts((tmp_path / "zero.html").read_text(encoding="utf-8")).contents[0])
     assert page["run"] == found and page["walkthroughs"] == packaged()
-    explain((str(tmp_path),), out=None, text=False, stage=None, element=None, browse=False, as_json=True)
+    explain((str(tmp_path),), out=None, browse=False, as_json=True)
     assert json.loads(capsys.readouterr().out) == page
-    explain((str(tmp_path),), out=None, text=True, stage=None, element=None, browse=False)
-    out = capsys.readouterr().out
-    for shown in found["recording"]["ranks"]:
-        assert f"The recorded step on rank {shown['rank']}" in out
-        assert f"the device holds most {shown['peak']['where']}: {shown['peak']['total']:,} bytes" in out
-        assert all(f"{state}: {why}" in out for state, why in shown["peak"]["why"].items())
-    for one in found["summary"]:
-        assert all(f"{nbytes:,}" in out for nbytes in one["held"].values())
+    held = [entry["held"] for entry in json.loads((tmp_path / "ledger.json").read_text())["ranks"]]
+    for one, shown in zip(found["summary"], found["recording"]["ranks"], strict=True):
+        assert one["rank"] == shown["rank"]
+        assert {state: nbytes for state, nbytes in held[one["rank"]].items() if nbytes} == one["held"]
+        peak = shown["peak"]
+        assert peak["where"] and peak["total"] == sum(peak["held"].values()) == one["peak"]
+        assert {*peak["why"]} == {s for s, nbytes in peak["held"].items() if nbytes > peak["rests"].get(s, 0)} != set()
 
 
 def folder_with(tmp_path: Path, change) -> Path:
@@ -1282,107 +1290,28 @@ def test_a_folder_without_a_recorded_step(tmp_path):
         reading.read(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------- in the terminal
-
-
-def test_less_of_the_slow_link_is_told_for_each_number_of_replicas(capsys):
-    walk.walkthroughs(packaged(), "0")
-    flat = " ".join(capsys.readouterr().out.split()).partition("crosses the slow link, on average")[2]
-    average, _, busiest = flat.partition("on the card that sends most")
-    for row in packaged()["layers"]["replicas"]["rows"][1:]:
-        for said, columns in (
-            (average, ("saved_gloo", "saved_nccl", "saved_per_rank", "saved_per_node")),
-            (busiest, ("busiest_gloo", "busiest_gloo_fp32", "busiest_nccl", "busiest_nccl_fp32")),
-        ):
-            told = " ".join(f"{100 * row[column]:.1f} %" for column in columns)
-            assert f"{row['replicas']} {8 // row['replicas']} {told}" in said
+# -------------------------------------------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize("folder", ["A", "e"])
-@pytest.mark.parametrize("text", [False, True])
-def test_a_texts_letter_is_no_folder(folder, text, tmp_path, monkeypatch):
+def test_a_texts_letter_is_no_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=f"`zeroshard plan --text {folder.upper()}`"):
-        explain_command.explain((folder,), out=None, browse=False, text=text, stage=None, element=None)
-
-
-def test_the_terminal_tells_the_same(capsys):
-    """Every moment of every stage, the tables and the corrections, and the element that was asked for."""
-    walk.walkthroughs(packaged(), "W1[3,2]")
-    transformer = packaged()["transformer"]
-    out = capsys.readouterr().out
-    flat = " ".join(out.split())
-    for stage in transformer["stages"]:
-        assert f"{stage['nbytes']:,} bytes per rank" in out
-        for moment in stage["moments"]:
-            assert moment["title"] in out and moment["says"] in flat
-    values = transformer["runs"]["bf16"]
-    assert "W1[3,2] through Adam, element 130, updated by rank 1" in flat
-    for key in ("average", "exp_avg", "exp_avg_sq", "master_after", "parameters_after"):
-        assert str(values[key][130]) in out
-    for part in ("transformer", "four", "layers", "overview"):
-        for note in packaged()[part]["corrections"]:
-            assert " ".join(note["right"].split()) in flat
-    for text in packaged()["texts"].values():
-        for correction in text["corrections"]:
-            assert " ".join(correction.split()) in flat
-    assert flat.count("x is left out by the text and drawn from a seed") == flat.count("x is printed in the text") == 1
-    assert flat.count("Its targets are left out by the text and drawn from a seed") == 2
-    for stage in transformer["stages"]:
-        later = ", ".join(f"rank {rank} {one['backward']['total']:,}" for rank, one in enumerate(stage["later"]))
-        assert f"From the second on at most: {later} bytes" in flat
-    assert "at most: 780 reduce, gradients of norm2, attention, norm1 on their way" in flat
-    for value in packaged()["four"]["values"]["parameters_after"]:
-        assert repr(value) in out
-    assert "stage 3 moves 2.97 passes" in flat and f"their sum, kept in bfloat16 {values['sum'][130]}" in flat
-
-
-@pytest.mark.parametrize(
-    ("wanted", "flat", "name"),
-    [("W_q[0,0]", 8, "W_q[0,0]"), ("8", 8, "W_q[0,0]"), ("gamma1[3]", 3, "gamma1[3]"), ("259", 259, "W_vocab[3,7]"),
-     ("W1[3, 1]", 129, "W1[3,1]")],
-)  # fmt: skip
-def test_an_element_by_name_or_number(wanted, flat, name):
-    assert walk.find_element(packaged()["transformer"], wanted) == (flat, name)
-
-
-@pytest.mark.parametrize("wanted", ["260", "W_q", "W_q[4,0]", "W_q[0]", "gamma1[0,0]", "W_x[0,0]", "-1", ""])
-def test_no_such_element(wanted):
-    with pytest.raises(InputError, match="no such parameter"):
-        walk.find_element(packaged()["transformer"], wanted)
-
-
-def test_the_command_without_colours_in_a_narrow_terminal():
-    """NO_COLOR and the width hold; prose is wrapped, and nothing is paged."""
-    done = rank_processes.command("explain", "--text", NO_COLOR="1", FORCE_COLOR="1", COLUMNS="70")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert set(re.findall(r"\x1b\[(\d+)", done.stdout)) == {"0", "1", "2"}  # bold and dim, no colour
-    lines = re.sub(r"\x1b\[\d+m", "", done.stdout).splitlines()
-    prose = [line for line in lines if line.startswith("    Each rank")]
-    assert prose
-    assert max(map(len, prose)) <= 70
-    bars = {len(line) for line in lines if line.startswith("    rank 0  |.")}
-    assert max(bars) <= 70
+        explain_command.explain((folder,), out=None, browse=False)
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--text", "--out", "x.html"], "--text prints here"),
-        (["--element", "W_q[0,0]"], "--element is for the walkthrough"),
-        (["nowhere"], "there is no recorded step to explain; where: nowhere/explain.json"),
+        ({"runs": (), "as_json": True, "out": "x.html"}, "--json prints here"),
+        ({"runs": (), "as_json": True, "browse": True}, "--json prints here"),
+        ({"runs": ("nowhere",)}, "there is no recorded step to explain; where: nowhere/explain.json"),
     ],
 )
 def test_what_the_command_refuses(words, says, tmp_path, monkeypatch):
-    from zeroshard.cli.explain import explain
-
     monkeypatch.chdir(tmp_path)
-    settings = {"out": None, "text": False, "stage": None, "element": None, "browse": False}
-    runs = tuple(word for word in words if not word.startswith("--") and word not in ("x.html", "W_q[0,0]"))
-    settings |= {"text": "--text" in words}
-    settings |= {word[2:]: words[at + 1] for at, word in enumerate(words) if word in ("--out", "--element")}
     with pytest.raises(InputError, match=says):
-        explain(runs, **settings)
+        explain_command.explain(**{"out": None, "browse": False, **words})
     assert list(tmp_path.iterdir()) == []
 
 

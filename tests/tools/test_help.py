@@ -29,7 +29,7 @@ OPTIONS = {
     "ckpt diff": "help json",
     "ckpt export": "dtype file-size help json overwrite",
     "ckpt import": "buffer help json optimizer tied weights",
-    "explain": "element help json no-open open out stage text",
+    "explain": "help json no-open open out",
     "verify": "accumulate bucket-mib clip full help hosts json offload offload-path optimizer-in-backward "
     "optimizer-over out precision ranks reduce replicas seed stage steps timeout transport",
     "doctor": "help json",

@@ -90,7 +90,7 @@ def test_the_page_is_written_without_torch(tmp_path):
         pages.append((tmp_path / platform).read_bytes())
     subprocess.run([sys.executable, "-m", "zeroshard", "explain", "--out", tmp_path / "here"], check=True, timeout=60)
     assert {*pages} == {(tmp_path / "here").read_bytes()}
-    assert said("linux", "explain", "--text")[1] == 0
+    assert said("linux", "explain", "--json")[1] == 0
 
 
 def test_all_else_says_what_it_needs():

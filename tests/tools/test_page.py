@@ -560,6 +560,16 @@ def test_the_three_layers(opened, walk):
     page.get_by_role("slider", name="Time in the step").press("p")
     peak = data["overlap"]["recording"]["ranks"][0]["peak"]["total"]
     assert page.locator("[data-now]").get_attribute("data-now") == str(peak)
+    slow = page.locator("table", has=page.get_by_role("columnheader", name="ranks of a group or node"))
+    cells = slow.locator("tbody tr").evaluate_all(
+        "rows => rows.map(row => [...row.children].map(c => c.textContent.trim()))"
+    )
+    columns = ("saved_gloo", "busiest_gloo", "busiest_gloo_fp32", "saved_nccl", "busiest_nccl", "busiest_nccl_fp32",
+               "saved_per_rank", "saved_per_node")  # fmt: skip
+    assert cells == [
+        [str(row["replicas"]), str(8 // row["replicas"]), *(f"{100 * row[column]:.1f} %" for column in columns)]
+        for row in data["replicas"]["rows"][1:]
+    ]
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Two runs of `zeroshard train` side by side: their peaks, bytes and losses, and whether their bits are equal."""
+"""Whether the bits of two runs of `zeroshard train` are equal: their losses, norms of gradients and weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zeroshard.cli import screen
 from zeroshard.cli.config import InputError
 
 
@@ -46,23 +45,6 @@ def _digest(run: Path) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
-def show(runs: tuple[dict[str, Any], dict[str, Any]], found: dict[str, Any]) -> None:
-    """Print two runs side by side, and the verdict."""
-    table = screen.new_table("Two runs, bytes of rank 0", "what", *found["names"])
-    table.add_row("stage, ranks", *(f"{run['stage']}, {run['ranks']}" for run in runs))
-    for what, key in (("held at rest", "held"), ("of it predicted", "predicted")):
-        table.add_row(what, *(f"{sum((run['summary'][0][key] or {}).values()):,}" for run in runs))
-    table.add_row("peak of the recorded step", *(_number(run["summary"][0]["peak"]) for run in runs))
-    table.add_row("sent in the recorded step", *(_number(sum(row["sent"] for row in run["traffic"])) for run in runs))
-    table.add_row("milliseconds of that step", *(_milliseconds(run["summary"][0]["step"]) for run in runs))
-    table.add_row("waiting for communication", *(_milliseconds(run["summary"][0]["waited"]) for run in runs))
-    table.add_row("steps", *(f"{steps:,}" for steps in found["steps"]))
-    table.add_row("last loss", *(_last_loss(run) for run in runs))
-    table.add_row("weights, sha256", *("-" if digest is None else digest[:16] for digest in found["weights"]))
-    screen.wide(table)
-    screen.say("\n" + verdict(found))
-
-
 def verdict(found: dict[str, Any]) -> str:
     """Say in a sentence that the bits are equal, or what differs first."""
     if found["equal"]:
@@ -73,19 +55,7 @@ def verdict(found: dict[str, Any]) -> str:
     if None in found["weights"]:
         return f"The bits of {found['compared']} losses and norms are equal; a run that has not ended has no weights."
     weights = "equal" if found["weights"][0] == found["weights"][1] else "different"
-    return f"{found['compared']} losses and norms are equal, and one run has more steps; the weights are {weights}."
-
-
-def _number(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes:,}"
-
-
-def _milliseconds(nanoseconds: int | None) -> str:
-    return "-" if nanoseconds is None else f"{nanoseconds / 1e6:,.1f}"
-
-
-def _last_loss(run: dict[str, Any]) -> str:
-    curves = run["curves"]
-    if not curves or "loss" not in curves["columns"]:
-        return "-"
-    return f"{curves['rows'][-1][curves['columns'].index('loss')]:.4f}"
+    steps = " and ".join(map(str, found["steps"]))
+    return (
+        f"{found['compared']} losses and norms are equal, the runs have {steps} steps, and the weights are {weights}."
+    )

@@ -1,4 +1,4 @@
-"""`zeroshard explain`: the page of a run, of two, or of the walkthroughs alone; or the same in the terminal."""
+"""`zeroshard explain`: the page of a run, of two, or of the walkthroughs alone; or its document, as JSON."""
 
 from __future__ import annotations
 
@@ -16,47 +16,37 @@ PAGE = "zero.html"
 LETTERS = ("A", "B", "C", "D", "E")  # of the published texts
 
 
-def explain(
-    runs: tuple[str, ...],
-    *,
-    out: str | None,
-    browse: bool,
-    text: bool,
-    stage: int | None,
-    element: str | None,
-    as_json: bool = False,
-) -> None:
-    """Write the page and say where, or print it, or what it is made of."""
+def explain(runs: tuple[str, ...], *, out: str | None, browse: bool, as_json: bool = False) -> None:
+    """Write the page, and say where and whether two runs' bits are equal; or print what the page is made of."""
     if len(runs) > 2:
         raise InputError(f"explain shows one run, or compares two; got {len(runs)} folders")
-    for option, value in {"--element": element, "--stage": stage}.items():
-        if value is not None and (not text or runs):
-            raise InputError(f"{option} is for the walkthrough in the terminal: add --text, and leave RUN_DIR out")
-    if text and as_json:
-        raise InputError("--text prints words and --json an object; leave one of them out")
-    if (text or as_json) and (out is not None or browse):
-        word = "text" if text else "json"
-        raise InputError(f"--{word} prints here and writes no page; leave --out and --open out")
+    if as_json and (out is not None or browse):
+        raise InputError("--json prints here and writes no page; leave --out and --open out")
+    document = made_of(runs)
     if as_json:
-        print(json.dumps(made_of(runs)))
+        print(json.dumps(document))
         return
-    if text:
-        _print(runs, element or "W_q[0,0]", stage)
-        return
-    path = write(runs, out)
+    path = _write(document, runs, out)
     screen.say(f"{path}   {screen.nbytes_text(path.stat().st_size)}, opens without a network")
+    if document.get("compared"):
+        from zeroshard.cli.compared import verdict
+
+        screen.say(verdict(document["compared"]))
     if browse and not webbrowser.open(path.absolute().as_uri()):
         raise InputError(f"there is no browser to open {path} with")
 
 
 def write(runs: Sequence[str | Path], out: str | None = None) -> Path:
     """Write the page of a run's folder, of two, or of the walkthroughs alone; returns its path."""
+    return _write(made_of(runs), runs, out)
+
+
+def _write(document: dict[str, Any], runs: Sequence[str | Path], out: str | None) -> Path:
     from zeroshard.explain.document import Page
 
     path = Path(out) if out is not None else Path(runs[0] if runs else ".") / PAGE
-    page = Page(made_of(runs))
     try:
-        page.write(path)
+        Page(document).write(path)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
     return path
@@ -88,23 +78,9 @@ def _read(run_dir: str | Path) -> dict[str, Any]:
     if letter in LETTERS and not Path(run_dir).exists():
         raise InputError(
             f"explain shows runs, and there is no folder {run_dir}; text {letter} with its numbers computed anew is "
-            f"`zeroshard plan --text {letter}`, and what all five texts say is `zeroshard explain --text`"
+            f"`zeroshard plan --text {letter}`, and the page that `zeroshard explain` writes checks all five"
         )
     try:
         return read(Path(run_dir))
     except UserError as error:
         raise InputError(one_line(error)) from error
-
-
-def _print(runs: Sequence[str], element: str, stage: int | None) -> None:
-    from zeroshard.cli import walk
-    from zeroshard.explain.document import built_in
-
-    if not runs:
-        walk.walkthroughs(built_in(), element, stage)
-    elif len(runs) == 1:
-        walk.run(_read(runs[0]))
-    else:
-        from zeroshard.cli.compared import show
-
-        show((_read(runs[0]), _read(runs[1])), _compared(runs))

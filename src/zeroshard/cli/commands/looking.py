@@ -29,17 +29,7 @@ class Shown:
         str | None, unset(COMMON, "The page. [dim]\\[default: RUN_DIR/zero.html, or ./zero.html][/dim]", "FILE")
     ] = None
     browse: Annotated[bool, option(COMMON, "Show the page in a browser, or only write it.", "--open/--no-open")] = False
-    text: Annotated[bool, option(COMMON, "Print it here instead of writing a page.", "--text")] = False
     as_json: Annotated[bool, option(COMMON, "Print what the page is made of, as one JSON object.", "--json")] = False
-    stage: Annotated[int | None, unset(COMMON, "With --text, without RUN_DIR: only this stage.")] = None
-    element: Annotated[
-        str | None,
-        unset(
-            COMMON,
-            "With --text, without RUN_DIR: which parameter to follow. [dim]\\[default: W_q\\[0,0]][/dim]",
-            "SYMBOL[ROW,COLUMN]",
-        ),
-    ] = None
 
 
 def named(panel: str | None, text: str, alone: str, beside: str, metavar: str | None = None) -> Any:
@@ -124,14 +114,13 @@ def explain(
     ] = None,
     **options: Any,
 ) -> None:
-    """ZeRO number by number, a run of yours beside it, or two runs compared: one HTML page, or text.
+    """ZeRO number by number, a run of yours beside it, or two runs compared: one HTML page.
 
     Without a run, with one, and with two:
 
       zeroshard explain                      260 parameters, a step of each stage
       zeroshard explain run/mine             who held what, and waited for what
       zeroshard explain run/mine run/other   peaks, losses, whether bits are equal
-      zeroshard explain --text --stage 1     one stage, in the terminal
 
     The page needs no network and no server. Its numbers come from runs of the engine and from the planner's formulas.
     """

@@ -49,7 +49,7 @@ class Blocks(nn.Module):
 
 def build():
     torch.manual_seed(0)
-    return Blocks().to("emu")
+    return Blocks().to("emu:0")
 
 
 def adam(params):
@@ -77,7 +77,7 @@ class OnTheHost:
 
 
 def batch(step, index):
-    return models.batch("grid", step, index)[0].to("emu")
+    return models.batch("grid", step, index)[0].to("emu:0")
 
 
 def loss(model, x):
@@ -170,7 +170,7 @@ def test_every_combination_has_the_bits_of_plain_torch_on_the_device(
 ):
     """Stages 0 to 3, ranks and replicas, dtypes, recomputation and tiers, in 20 drawn orders of late kernels."""
     world, replicas = world_size
-    emulated.run(world, equal, dtype, replicas, offload, cases, orders, str(tmp_path), timeout=1100)
+    emulated.run(world, equal, dtype, replicas, offload, cases, orders, str(tmp_path), elsewhere=True, timeout=1100)
 
 
 # --- the size of buckets ----------------------------------------------------------------------------------------------

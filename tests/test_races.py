@@ -202,6 +202,19 @@ def neighbours_in_one_buffer(right):
     return flat.sum()
 
 
+def a_stream_of_the_wrong_device(right):
+    """A side stream waits for what another device's current stream was given, which is nothing."""
+    x, stream = numbers(), torch.emu.Stream("side", device=0)
+    with torch.emu.device(0 if right else 1):
+        stream.wait_stream(torch.emu.current_stream())
+    with torch.emu.stream(stream):
+        y = x.mul(2)
+    torch.emu.current_stream().wait_stream(stream)
+    found = y.sum()
+    y.record_stream(torch.emu.current_stream())
+    return found
+
+
 def pinned():
     return pages(4 * N, torch.device("emu"))[: 4 * N].view(torch.float32)
 
@@ -263,6 +276,7 @@ ALONE = {
     host_writes_too_early: ("the host touches pinned memory that a copy reads", "touched at"),
     host_waits_for_the_copy_before: ("the host touches pinned memory that a copy writes", "instead: let the host"),
     copied_on_before_it_has_come: ("copy in stream 'side' reads", "copy in stream 'default' writes"),
+    a_stream_of_the_wrong_device: ("mul in stream 'side' reads", "arange in stream 'default' writes"),
     read_before_the_write: ("add in stream 'default' reads", "mul in stream 'side' writes"),
     write_while_another_reads: ("fill_ in stream 'default' writes", "mul in stream 'side' reads"),
     two_writers: ("fill_ in stream 'side' writes", "arange in stream 'default' writes"),
@@ -290,6 +304,7 @@ def planted(programs):
     from emulated.streams import Order
 
     found = []
+    torch.emu.set_device(0)
     for program in programs:
         answers = set()
         for seed in range(6):
@@ -311,7 +326,7 @@ def planted(programs):
 
 @pytest.mark.parametrize(("world", "programs"), [(1, ALONE), (2, TOGETHER)], ids=["streams", "collectives"])
 def test_planted_mistakes_are_named_with_both_sides_and_their_twins_are_not(world, programs):
-    for told in emulated.run(world, planted, [*programs]):
+    for told in emulated.run(world, planted, [*programs], elsewhere=world == 1):
         for (program, sides), message in zip(programs.items(), told, strict=True):
             assert all(each in message for each in sides), f"{program.__name__}: {message!r}"
             lines = {int(line) for line in re.findall(rf"test_races\.py:(\d+) {program.__name__}", message)}

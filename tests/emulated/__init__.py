@@ -28,7 +28,7 @@ random states. Autograd runs its backward on a thread of the device's. Per rank 
     runner      `run`, as `ranks.run`
 
 What it proves, in every order that is drawn: no read before its wait, no use after free, no missing event between
-streams, memory given back in the order of its stream; which tensors a group refuses, what a time-out or an abort does
+streams, no stream of another device (`run(..., elsewhere=True)`), memory given back in the order of its stream; which tensors a group refuses, what a time-out or an abort does
 to a group, in which order groups are made and connected, the same collectives on all ranks, and a deadlock of kernels
 that are posted before what they wait for can run; how often the host waits, and how many kernels it launches.
 

@@ -23,11 +23,15 @@ Access = tuple[Place, bool]  # what a kernel reads, or (True) writes
 class Device:
     """What `torch.emu` is, as an object. One in a process."""
 
-    def __init__(self, order: Order, slots: int, patience: float, detect: bool) -> None:
+    def __init__(self, order: Order, slots: int, patience: float, detect: bool, *, elsewhere: bool = False) -> None:
+        """elsewhere: the machine has a second device, and threads are on it unless they say otherwise."""
         self.machine = Machine(order, slots, patience)
+        self.defaults = [self.machine.default]
+        if elsewhere:
+            self.defaults.append(self.machine.queue("default of the second device", device=1))
         self.memory = Memory()
         self.races = Detector(self.machine, on=detect)
-        self.generator = torch.Generator("cpu")
+        self.generator, self.another = torch.Generator("cpu"), torch.Generator("cpu")  # of both devices
         self._local = threading.local()
         self.pages = Pages(self.machine.default, on=detect)
         self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
@@ -39,13 +43,29 @@ class Device:
     # --- streams --------------------------------------------------------------------------------------------------------
 
     @property
-    def current(self) -> Queue:
-        """This thread's current stream."""
-        return getattr(self._local, "queue", self.machine.default)
+    def index(self) -> int:
+        """This thread's current device. A thread of autograd's is on the device of the tensors."""
+        if not hasattr(self._local, "index"):
+            self._local.index = 0 if _of_autograd() else len(self.defaults) - 1
+        return int(self._local.index)
 
-    @current.setter
-    def current(self, queue: Queue) -> None:
-        self._local.queue = queue
+    @index.setter
+    def index(self, index: int) -> None:
+        self._local.index = index
+
+    def stream_of(self, index: int) -> Queue:
+        """This thread's current stream of a device."""
+        streams: dict[int, Queue] = self._local.__dict__.setdefault("streams", {})
+        return streams.get(index, self.defaults[index])
+
+    @property
+    def current(self) -> Queue:
+        """This thread's current stream of the device that tensors are on."""
+        return self.stream_of(0)
+
+    def enter(self, queue: Queue) -> None:
+        """Make it this thread's current stream of its device."""
+        self._local.__dict__.setdefault("streams", {})[queue.device] = queue
 
     def launch(
         self, name: str, run: Callable[[], Any] | Item, accesses: Iterable[Access] = (), queue: Queue | None = None
@@ -115,9 +135,9 @@ class Device:
     def wait_for_current(self) -> None:
         self.wait_for(self.current.end())
 
-    def synchronize(self) -> None:
+    def synchronize(self, index: int = 0) -> None:
         self.settle()
-        self.wait_for(*(queue.end() for queue in self.machine.queues))
+        self.wait_for(*(queue.end() for queue in self.machine.queues if queue.device == index))
 
     # --- memory ---------------------------------------------------------------------------------------------------------
 
@@ -137,6 +157,11 @@ class Device:
     def unpin(self, address: int) -> None:
         with self.machine.lock:
             self.pages.unpin(address)
+
+
+def _of_autograd() -> bool:
+    """Was this thread started by C++?"""
+    return isinstance(threading.current_thread(), threading._DummyThread)
 
 
 _installed: dict[int, Device] = {}

@@ -24,10 +24,10 @@ class Stream(torch.Stream):
 
     def __new__(cls, name: str = "", *, priority: int = 0, device: Any = None, number: int | None = None) -> Stream:
         """number: of a stream that there is."""
+        machine = _device().machine
         if number is None:
-            machine = _device().machine
-            number = machine.queue(name or f"stream {len(machine.queues)}").number
-        return super().__new__(cls, stream_id=number, device_index=0, device_type=_TYPE)
+            number = machine.queue(name or f"stream {len(machine.queues)}", device=_index(device)).number
+        return super().__new__(cls, stream_id=number, device_index=machine.queues[number].device, device_type=_TYPE)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -69,11 +69,11 @@ class Event:
         made, self._recorded = _device(), time.monotonic()
         with made.machine.lock:
             made.settle()
-            self.mark = (made.current if stream is None else stream.queue).end()
+            self.mark = (made.stream_of(made.index) if stream is None else stream.queue).end()
 
     def wait(self, stream: Stream | None = None) -> None:
         if self.mark is not None:
-            wait_for(_device().current if stream is None else stream.queue, self.mark)
+            wait_for(current_stream().queue if stream is None else stream.queue, self.mark)
 
     def query(self) -> bool:
         return self.mark is None or _query(self.mark)
@@ -100,29 +100,40 @@ def wait_for(queue: Queue, mark: Mark) -> None:
 _TYPE = 20  # c10::DeviceType::PrivateUse1
 
 
+def _index(device: Any) -> int:
+    """The index of a device; without one, of this thread's current device."""
+    found = device if isinstance(device, int) or device is None else torch.device(device).index
+    return _device().index if found is None else int(found)
+
+
 def current_stream(device: Any = None) -> Stream:
-    return Stream(number=_device().current.number)
+    return Stream(number=_device().stream_of(_index(device)).number)
 
 
 def default_stream(device: Any = None) -> Stream:
-    return Stream(number=0)
+    return Stream(number=_device().defaults[_index(device)].number)
 
 
 def set_stream(stream: Stream) -> None:
-    _device().current = stream.queue
+    _device().index = stream.queue.device
+    _device().enter(stream.queue)
 
 
 @contextlib.contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
-    """Kernels that this thread launches inside go to this stream."""
+    """Kernels that this thread launches on its device inside go to this stream; that device is current, too."""
     made = _device()
-    before = made.current
-    if stream is not None:
-        made.current = stream.queue
+    if stream is None:
+        yield
+        return
+    index, before = made.index, made.stream_of(stream.queue.device)
+    made.index = stream.queue.device
+    made.enter(stream.queue)
     try:
         yield
     finally:
-        made.current = before
+        made.enter(before)
+        made.index = index
 
 
 @contextlib.contextmanager
@@ -143,7 +154,7 @@ def is_current_stream_capturing() -> bool:
 
 def synchronize(device: Any = None) -> None:
     drained("synchronize")
-    _device().synchronize()
+    _device().synchronize(_index(device))
 
 
 class cudart:
@@ -160,11 +171,15 @@ class cudart:
         return 0
 
 
-class device(contextlib.nullcontext[None]):
-    """There is one device, so nothing changes inside."""
-
-    def __init__(self, _: Any = None) -> None:
-        super().__init__()
+@contextlib.contextmanager
+def device(device: Any = None) -> Iterator[None]:
+    """This thread's current device inside."""
+    made, index = _device(), _device().index
+    made.index = _index(device)
+    try:
+        yield
+    finally:
+        made.index = index
 
 
 def is_initialized() -> bool:
@@ -180,15 +195,15 @@ def init() -> None:
 
 
 def current_device() -> int:
-    return 0
+    return _device().index
 
 
 def set_device(device: Any) -> None:
-    pass
+    _device().index = _index(device)
 
 
 def device_count() -> int:
-    return 1
+    return len(_device().defaults)
 
 
 def _is_in_bad_fork() -> bool:
@@ -202,12 +217,16 @@ def manual_seed(seed: int) -> None:
 manual_seed_all = manual_seed
 
 
+def _generator(device: Any) -> torch.Generator:
+    return _device().generator if _index(device) == 0 else _device().another
+
+
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    return _device().generator.get_state()
+    return _generator(device).get_state()
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    _device().generator.set_state(state.cpu())
+    _generator(device).set_state(state.cpu())
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -217,11 +236,11 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 def memory_allocated(device: Any = None) -> int:
     made = _device()
     made.settle()
-    return made.memory.allocated
+    return made.memory.allocated if _index(device) == 0 else 0
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    return _device().memory.peak
+    return _device().memory.peak if _index(device) == 0 else 0
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:

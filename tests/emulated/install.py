@@ -23,16 +23,18 @@ def install(
     slots: int = 8,
     patience: float = PATIENCE,
     detect: bool = True,
+    elsewhere: bool = False,
     syncs_every: int = 0,
     folder: str | None = None,
 ) -> Device:
     """Make the device type "emu" and the backend "emuccl" in this process, which has to end by `os._exit`.
 
     seed, style: of the order in which kernels run, see `Order`. slots: messages under way that leave no room for
-    kernels. patience: seconds in which nothing can run before a wait is given up. detect: races are errors. syncs_every:
+    kernels. patience: seconds in which nothing can run before a wait is given up. detect: races are errors. elsewhere: threads are on a
+    second device, which has streams and no tensors, unless they name the first. syncs_every:
     so many allocations, after which one waits for the whole device, as `cudaFree` does. folder: of what the ranks send.
     """
-    made = Device(Order(seed, style), slots, patience, detect)
+    made = Device(Order(seed, style), slots, patience, detect, elsewhere=elsewhere)
     made.syncs_every = syncs_every
     set_device(made)
     assert not _kept, "one device in a process: torch's own teardown knows none in Python"

@@ -82,8 +82,9 @@ class Barrier(Item):
 class Queue:
     """What was launched on a stream and is not through; the first of it may have been started."""
 
-    def __init__(self, number: int, name: str) -> None:
-        self.number, self.name = number, name
+    def __init__(self, number: int, name: str, device: int = 0) -> None:
+        """device: its index. Tensors are on device 0: whatever is put on another one's stream is ordered with nothing."""
+        self.number, self.name, self.device = number, name, device
         self.items: deque[Item] = deque()
         self.issued = self.through = 0
         self.messages = False  # is it a communicator's?
@@ -165,9 +166,9 @@ class Machine:
         self._launched = self._asked = 0
         self.urge: Callable[[Item], None] = lambda item: None  # tell the other ranks that this one is waited for
 
-    def queue(self, name: str, *, messages: bool = False) -> Queue:
+    def queue(self, name: str, *, messages: bool = False, device: int = 0) -> Queue:
         with self.lock:
-            self.queues.append(Queue(len(self.queues), name))
+            self.queues.append(Queue(len(self.queues), name, device))
             self.queues[-1].messages = messages
             return self.queues[-1]
 

@@ -36,73 +36,60 @@ OPTIONS = {
 }
 
 
-@pytest.fixture
-def helped(monkeypatch, capsys):
-    """What a command's help prints on a terminal of that many columns."""
+def options(command):
+    """{name: (the option, its help with its default)} of a command, as typer shows them."""
+    found, context = typer.main.get_command(app), None
+    for word in command.split():
+        context = typer.Context(found, context, word)
+        found = found.commands[word]
+    context = typer.Context(found, context, command)
+    shown = [each for each in found.get_params(context) if each.param_type_name == "option" and not each.hidden]
+    return {each.opts[0].removeprefix("--"): (each, each.get_help_record(context)[1]) for each in shown}
 
-    def shown(command, asked, columns=100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        app([*command.split(), asked], standalone_mode=False)
-        return capsys.readouterr().out
 
-    return shown
-
-
-def test_the_options_are_these(helped):
+def test_the_options_are_these():
     """A new option is a decision; this list makes it one."""
-    for command, options in OPTIONS.items():
-        shown = helped(command, "--help-all")
-        found = re.findall(r"^  --([a-z0-9-]+)|, --(no-[a-z-]+)\s", shown, re.MULTILINE)
-        assert sorted({first or negated for first, negated in found} - {"help-all"}) == sorted(options.split())
-    assert "train" in helped("", "--help")
+    for command, names in OPTIONS.items():
+        found = options(command)
+        negated = {name.removeprefix("--") for each, _ in found.values() for name in each.secondary_opts}
+        assert sorted({*found} | {name for name in negated if name.startswith("no-")}) == sorted(names.split())
 
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", ["", *OPTIONS])
-def test_helps_fill_their_lines_and_cut_nothing(helped, command, width):
-    """Lines within the terminal, of whole names and words; each goes on until the next word would not fit."""
-    narrow, endless = (helped(command, "--help-all", columns) for columns in (width, 1000))
-    words = re.split("\n(?:Arguments|Options)\n", narrow)[0]
-    assert max(map(len, narrow.splitlines())) <= width
-    assert narrow.split() == endless.split() and "\u2026" not in narrow and "\nOptions\n" in narrow
-    for line, after in zip(words.splitlines(), words.splitlines()[1:], strict=False):
-        if line and after and not line.startswith("  "):
-            assert len(line) + 1 + len(after.split()[0]) > width or line.endswith(":"), line
+def test_helps_fit_their_terminal_and_cut_nothing(monkeypatch, capsys, command, width):
+    """Lines within the terminal; each option by its whole name, and no word cut."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    app([*command.split(), "--help"], standalone_mode=False)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= width and "\u2026" not in shown
+    names = {name for each, _ in options(command).values() for name in (*each.opts, *each.secondary_opts)}
+    assert names <= set(re.findall(r"--[a-z0-9-]+", shown))
+    assert command or "train" in shown
 
 
 @pytest.mark.parametrize(
-    ("command", "common", "rest"),
+    ("command", "common"),
     [
-        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload", 39),
-        ("train", "data stage ranks size steps out resume offload", 22),
-        ("verify", "ranks stage steps accumulate precision offload full out", 12),
+        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload help"),
+        ("train", "data stage ranks size steps out resume offload help"),
+        ("verify", "ranks stage steps accumulate precision offload full out help"),
     ],
-    ids=lambda value: value if isinstance(value, str) and value.isalpha() else "",
+    ids=lambda value: value if value.isalpha() else "",
 )
-def test_common_options_come_first_and_the_rest_is_behind_help_all(helped, command, common, rest):
-    short, long = (helped(command, asked) for asked in ("--help", "--help-all"))
-    first, all_of_it = (re.findall(r"^  --([a-z0-9-]+)", shown, re.MULTILINE) for shown in (short, long))
-    assert first == [*common.split(), "help", "help-all"] == all_of_it[: len(first)]
-    assert re.search(rf"--help-all +Show {rest} more option", short)
-    assert len(all_of_it) == len(first) + rest
+def test_common_options_come_first(capsys, command, common):
+    app([command, "--help"], standalone_mode=False)
+    first = capsys.readouterr().out.partition(" Options ")[2].partition("\u2570")[0]
+    assert re.findall(r"^\S \s*--([a-z0-9-]+)", first, re.MULTILINE) == common.split()
 
 
-@pytest.mark.parametrize(
-    ("command", "options"), [("demo", "steps ranks seed out verbose help"), ("doctor", "json help"), ("ckpt", "help")]
-)
-def test_a_help_of_few_options_shows_all(helped, command, options):
-    shown = [helped(command, asked) for asked in ("--help", "--help-all")]
-    assert shown[0] == shown[1] and re.findall(r"^  --([a-z-]+)", shown[0], re.MULTILINE) == options.split()
-
-
-def test_verifys_help_says_what_gate_4_takes_where_no_setting_is_named(helped):
+def test_verifys_help_says_what_gate_4_takes_where_no_setting_is_named():
     """As its plan of everything does, and otherwise what the options' own defaults are."""
     told, defaults = {}, {}
-    for row in helped("verify", "--help-all").split("\n  --")[1:]:
-        if found := re.search(r"\[default: ([^\]]*)\]", re.sub(r"\s+", " ", row)):
-            told[row.split()[0]] = found[1].removesuffix(" where no setting is named").split("; ")
-    for each in typer.main.get_command(app).commands["verify"].params:
-        defaults[each.name.replace("_", "-")] = str(each.default)
+    for name, (each, words) in options("verify").items():
+        defaults[name] = str(each.default)
+        if found := re.search(r"\[default: ([^\]]*)\]", words):
+            told[name] = found[1].removesuffix(" where no setting is named").split("; ")
     question = Question("job", (2, 3, 4), (0, 1, 2, 3), ("24", "small"), 4, 2, "fp32", None, 0, 300.0)
     plan = gates.everything(question, (), full=False, folder="/tmp", slow="")
 
@@ -121,7 +108,6 @@ def test_verifys_help_says_what_gate_4_takes_where_no_setting_is_named(helped):
     assert told["stage"] == [defaults["stage"]] and told["bucket-mib"] == [defaults["bucket-mib"]]
 
 
-@pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize(
     ("name", "default"),
     {
@@ -133,9 +119,8 @@ def test_verifys_help_says_what_gate_4_takes_where_no_setting_is_named(helped):
         "hosts": "1",
     }.items(),
 )
-def test_plan_says_the_defaults_of_named_settings(helped, name, default, width):
+def test_plan_says_the_defaults_of_named_settings(name, default):
     """Those of the policies, which the options leave to them."""
-    shown = re.sub(r"\s+", " ", helped("plan", "--help-all", width))
-    assert re.search(rf"--{name} [^[]*\[default: {default}\]", shown)
+    assert f"[default: {default}]" in options("plan")[name][1]
     fields = {"bounds": Layout().bounds, "align": Layout().align, "bucket-mib": f"{BUCKET_MIB:g} on a CPU"}
     assert str(fields.get(name, default)) == default

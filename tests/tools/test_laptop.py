@@ -178,5 +178,5 @@ def test_every_cluster_is_of_a_known_gpu_and_has_a_source(name):
 def help_of(command):
     """All of a command's help, on wide lines, as a shell would show it."""
     shell = {**os.environ, "COLUMNS": "200"}
-    words = [sys.executable, "-m", "zeroshard", command, "--help-all"]
+    words = [sys.executable, "-m", "zeroshard", command, "--help"]
     return subprocess.run(words, capture_output=True, text=True, check=True, timeout=60, env=shell).stdout

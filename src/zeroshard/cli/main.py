@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import zeroshard
-from zeroshard.cli import help, launch, output
+from zeroshard.cli import launch, output
 from zeroshard.cli.commands import looking, planning, training
 from zeroshard.cli.config import InputError, Launch, one_line
 from zeroshard.cli.output import OutputError
@@ -28,8 +28,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    cls=help.Group,
-    context_settings=help.ASKED,
 )
 for command in (
     training.train,
@@ -41,7 +39,7 @@ for command in (
     planning.simulate,
     looking.doctor,
 ):
-    app.command(cls=help.Command)(command)
+    app.command()(command)
 app.add_typer(looking.ckpt, name="ckpt")
 COMMANDS = {each.name or each.callback.__name__ for each in app.registered_commands if each.callback}
 COMMANDS |= {str(each.name) for each in app.registered_groups}
@@ -109,12 +107,7 @@ def _run(words: list[str]) -> Any:
     _refuse_empty(words)
     command = f"zeroshard {words[0]}" if words and words[0] in COMMANDS else ""
     try:
-        if (
-            command
-            and sys.platform != "linux"
-            and not _works_here(words)
-            and not {*words} & {*help.ASKED["help_option_names"]}
-        ):
+        if command and sys.platform != "linux" and not _works_here(words) and "--help" not in words:
             zeroshard.check_place(command)
         return app(standalone_mode=False)
     except ImportError as error:

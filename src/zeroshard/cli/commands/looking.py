@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.cli.commands.options import (
+    BITS,
     COMMON,
     GRID,
     HOW,
@@ -20,7 +21,6 @@ from zeroshard.cli.commands.options import (
     unset,
 )
 from zeroshard.cli.config import FloatingPoint, InputError, Precision, Reduce, Transport, in_options
-from zeroshard.cli.help import Command, Group
 from zeroshard.errors import UserError
 
 
@@ -84,10 +84,10 @@ class Grid:
         Precision,
         named(
             COMMON,
-            "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
-            "-fp8: linear weights in 8 bits.",
+            BITS,
             "all",
             "fp32, without a job bf16",
+            "FORMAT",
         ),
     ] = "fp32"
     clip: Annotated[float | None, unset(GRID, "Clip gradients to this norm. [dim]\\[default: no][/dim]")] = None
@@ -143,6 +143,8 @@ def verify(
     **options: Any,
 ) -> None:
     """Try four gates on your own model, optimizer and batches, and compare every bit.
+
+    The gates, each with what is compared:
 
       1  fixed-environment repeatability   the same run twice
       2  baseline equivalence              sharded, and one process without
@@ -252,13 +254,12 @@ ckpt = typer.Typer(
     help="Look into checkpoints, check, compare, export and import them: as files, without a model or ranks.",
     no_args_is_help=True,
     rich_markup_mode="rich",
-    cls=Group,
 )
 Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder that zero.save(...) was given.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@ckpt.command("inspect", cls=Command)
+@ckpt.command("inspect")
 @takes()
 def inspect_checkpoint(
     path: Annotated[str, typer.Argument(metavar="FOLDER", help="A checkpoint, or a folder of several.")],
@@ -283,7 +284,7 @@ def inspect_checkpoint(
     inspect(path, prefix, as_json=as_json)
 
 
-@ckpt.command("verify", cls=Command)
+@ckpt.command("verify")
 @takes()
 def verify_checkpoints(
     paths: Annotated[list[str], typer.Argument(metavar="CHECKPOINT...", help="One or several.")],
@@ -295,7 +296,7 @@ def verify_checkpoints(
     raise typer.Exit(verify(paths, as_json=as_json))
 
 
-@ckpt.command("diff", cls=Command)
+@ckpt.command("diff")
 @takes()
 def diff_checkpoints(a: Checkpoint, b: Checkpoint, as_json: Json = False) -> None:
     """Compare two checkpoints bit for bit, however each was sharded. Exit code 0: they are equal, 1: they differ.
@@ -308,7 +309,7 @@ def diff_checkpoints(a: Checkpoint, b: Checkpoint, as_json: Json = False) -> Non
     raise typer.Exit(diff(a, b, as_json=as_json))
 
 
-@ckpt.command("export", cls=Command)
+@ckpt.command("export")
 @takes()
 def export_checkpoint(
     path: Checkpoint,
@@ -335,7 +336,7 @@ def export_checkpoint(
     export(path, out, dtype=dtype, file_nbytes=file_nbytes, overwrite=overwrite, as_json=as_json)
 
 
-@ckpt.command("import", cls=Command)
+@ckpt.command("import")
 @takes()
 def import_checkpoint(
     source: Annotated[

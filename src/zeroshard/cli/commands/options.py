@@ -84,6 +84,10 @@ def tiers_of(options: dict[str, Any]) -> dict[str, str]:
 
 HOW = "How CPU ranks exchange data: gloo's messages, or memory that ranks of one host share. auto: if they can."
 SENT = "Gradients as they are, or sent as int8 codes: a quarter of the bytes, and bits of its own."
+BITS = (
+    "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
+    "fp32-fp8, bf16-fp8: linear weights in 8 bits."
+)
 Steps = Annotated[int, option(COMMON, "Optimizer steps.")]
 Seed = Annotated[int, option(MODEL, "The seed of the weights and of the micro-batches.")]
 Out = Annotated[
@@ -117,18 +121,13 @@ Spread = Annotated[
 Stacked = Annotated[
     str | None,
     unset(
-        RUN, 'Matrices that a parameter stacks: "*.qkv.weight=3,*.experts.*=first" (shapes, jobs).', "PATTERN=N|first"
+        RUN,
+        'Matrices that a parameter stacks: "*.qkv.weight=3" or "*.experts.*=first" (shapes, jobs).',
+        "PATTERN=N|first",
     ),
 ]
 Where = Annotated[Device, option(RUN, "auto: one GPU per rank if there are enough, else the CPU.")]
-Bits = Annotated[
-    Precision,
-    option(
-        MODEL,
-        "bf16 computes and sends in bfloat16 and keeps fp32 masters; bf16-split splits these; "
-        "-fp8: linear weights in 8 bits.",
-    ),
-]
+Bits = Annotated[Precision, option(MODEL, BITS, metavar="FORMAT")]
 GradDtypeOfJob = Annotated[
     GradDtype | None,
     unset(RUN, "What a job's gradients are added up in. [dim]\\[default: fp32 of 16-bit ones][/dim]"),

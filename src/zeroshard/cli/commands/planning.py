@@ -8,6 +8,7 @@ import typer
 
 from zeroshard.cli.commands.options import (
     ANSWER,
+    BITS,
     BYTES,
     COMMON,
     RUN,
@@ -83,9 +84,8 @@ class Sharding:
         str | None,
         unset(
             RUN,
-            "fp32 (a job's own dtypes), or bf16 with fp32 masters; of a number and of shapes in place of --preset. "
-            "[dim]\\[default: fp32][/dim]",
-            "fp32|bf16|bf16-split|fp32-fp8|bf16-fp8",
+            f"{BITS} Of a number and of shapes in place of --preset. [dim]\\[default: fp32][/dim]",
+            "FORMAT",
         ),
     ] = None
     fp8: Annotated[
@@ -152,7 +152,7 @@ class Sharding:
     ep: Annotated[int | None, unset(RUN, "Ranks that divide --experts; a job's model has one rank's part.")] = None
     whole: Annotated[
         str | None,
-        unset(RUN, 'Parameters that are never cut: "*.attn.*.weight,*.mlp.*.weight" (shapes, jobs).', "PATTERNS"),
+        unset(RUN, 'Parameters that are never cut: "*.attn.*,*.mlp.*" (shapes, jobs).', "PATTERNS"),
     ] = None
     matrices: Stacked = None
     instances: Annotated[int | None, unset(RUN, "An older name of --replicas.", None, "--instances", hidden=True)] = (
@@ -203,8 +203,8 @@ class Simulated:
         Precision,
         option(
             RUN,
-            "fp32: the job's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
-            "-fp8: linear weights in 8 bits.",
+            BITS,
+            metavar="FORMAT",
         ),
     ] = "fp32"
     grad_dtype: GradDtypeOfJob = None

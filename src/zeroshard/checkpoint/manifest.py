@@ -1,6 +1,36 @@
 """The manifest of a checkpoint, checked before anything believes it; nothing here knows of a running model.
 
-A saved tensor is a flat interval of a parameter, and reading intersects intervals: nothing depends on who wrote what.
+    step-1/
+      manifest.json            {"digest": "<xxh3-128 of the manifest's text>", "manifest": {...}}
+      rank00000.safetensors    what rank 0 wrote, as the safetensors library writes and reads it
+      rank00001.safetensors
+
+The manifest is canonical JSON (sorted keys, no spaces). Its entries:
+
+    format, version, saved, ranks, stage,     what wrote it, and when (ns since 1970); device: an accelerator's name and
+      torch, threads, python, device            what its arithmetic depends on
+    number      one more than the largest in the folder it was saved in: the order of checkpoints; not in earlier ones
+    seed, rng   what `micro_batch_rng` starts from; per rank Python's, NumPy's and torch's states
+    no_sync     how many ranks added up gradients by themselves, since the start or the last load; not in earlier ones
+    parameters  name -> shape, dtype (as safetensors spells it), names (all of a tied parameter's), strips (below)
+    fragments   lists of parameter, state, start, stop, dtype, shape, byte offset, file
+    grains      lists of parameter, state, elements: states with one number for so many of the parameter's
+    values      lists of parameter, state, number: what optimizers keep beside tensors
+    files       name -> nbytes, digests: the xxh3-128 of every 4 MiB, in hexadecimal
+    buffers     name -> file, shape, dtype, offset; rank 0's
+    local_buffers   name -> a list by rank of such entries, or null where the rank has none: buffers that differ
+    optimizers  per optimizer class and groups: parameters by name, options ({"float": "inf"} for an infinity or NaN),
+                  tensors: shape and dtype of those options that are tensors, not in earlier ones
+    extra, extra_tensors, extra_file    what the user saved along: {"map": ...}, {"list": ...}, {"tensor": name}, ...
+
+A fragment with a start and a stop holds elements [start, stop) of the flat parameter (for a state in `grains`, of that
+state). The fragments of one state of one parameter cover it once. With start and stop null it is a tensor of its own
+shape, such as a step count. State "value" is the parameter's fp32 master if it has one, else the parameter; an
+optimizer's own state of that name is written "optimizer:value". Whether a state has an element for each of the
+parameter's follows from its shape, never from its name. Reading intersects intervals: who wrote what does not matter.
+
+Version 2 is for checkpoints with `strips` or `grains`, 3 for those in parts (parts.py), 4 for those with
+`local_buffers`, in parts or not; older readers refuse them.
 
     rows                 "strips" of a parameter that tensor parallelism cut on a later dimension than the first: [rows,
     |--part 0--|--part 1--|   run, parts]. Its intervals count part by part, as ranks hold them: all of part 0, row by

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import zeroshard
 from zeroshard import Comm, Layout, Machine, Model, Offload, Precision, Step
-from zeroshard.cli import demo, doctor, launch, main, start, train, verify
+from zeroshard.cli import demo, launch, main, start, train, verify
 from zeroshard.errors import Error
 
 JUNK = st.one_of(
@@ -142,7 +142,7 @@ WORDS = st.one_of(
 )  # fmt: skip
 BASES = {
     "train": [], "demo": [], "explain": ["--json"], "plan": ["--params", "1e6"], "verify": ["none:job"], "simulate": ["none:job"],
-    "doctor": [], "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
+    "ckpt inspect": ["none"], "ckpt verify": ["none"], "ckpt diff": ["none", "none"],
     "ckpt export": ["none", "out"],
 }  # fmt: skip
 SWITCHES = ("--help", "--open", "--check", "--exact")
@@ -183,7 +183,6 @@ def nothing_runs(here, monkeypatch):
     monkeypatch.setattr(start, "run_training", lambda *_: 0)
     monkeypatch.setattr(demo, "demo", lambda **_: 0)
     monkeypatch.setattr(verify, "verify", lambda *_, **__: 0)
-    monkeypatch.setattr(doctor, "doctor", lambda *_, **__: 0)
 
 
 @pytest.mark.full

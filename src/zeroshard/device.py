@@ -147,16 +147,6 @@ def hardware(device: torch.device) -> dict[str, Any]:
     }
 
 
-def peers(devices: Sequence[torch.device]) -> list[list[bool]] | None:
-    """Return, row by row, which devices can read which others' memory; None if their kind does not tell."""
-    if not devices:
-        return None
-    reaches = getattr(torch.get_device_module(devices[0]), "can_device_access_peer", None)
-    if reaches is None:
-        return None
-    return [[a != b and bool(_tried(lambda a=a, b=b: reaches(a, b))) for b in devices] for a in devices]  # type: ignore[misc]
-
-
 def nccl() -> str | None:
     """Return the version of the NCCL that torch brings; None if it brings none."""
     version = _tried(torch.cuda.nccl.version)

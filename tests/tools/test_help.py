@@ -31,8 +31,7 @@ OPTIONS = {
     "ckpt import": "buffer help json optimizer tied weights",
     "explain": "help json no-open open out",
     "verify": "accumulate bucket-mib clip full help hosts json offload offload-path optimizer-in-backward "
-    "optimizer-over out precision ranks reduce replicas seed stage steps timeout transport",
-    "doctor": "help json",
+    "optimizer-over out precision quick ranks reduce replicas seed stage steps timeout transport",
 }
 
 
@@ -73,7 +72,7 @@ def test_helps_fit_their_terminal_and_cut_nothing(monkeypatch, capsys, command, 
     [
         ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload help"),
         ("train", "data stage ranks size steps out resume offload help"),
-        ("verify", "ranks stage steps accumulate precision offload full out help"),
+        ("verify", "ranks stage steps accumulate precision offload full quick out help"),
     ],
     ids=lambda value: value if value.isalpha() else "",
 )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
+import platform
 import signal
 import sys
 import time
@@ -37,7 +39,6 @@ for command in (
     looking.verify,
     looking.diff,
     planning.simulate,
-    looking.doctor,
 ):
     app.command()(command)
 app.add_typer(looking.ckpt, name="ckpt")
@@ -54,14 +55,19 @@ SPEAKER = 5.0  # seconds that one rank gets to say for all of them what is wrong
 
 def _version(asked: bool) -> None:
     if asked:
-        print(f"zeroshard {zeroshard.__version__}")
+        try:
+            torch = f"torch {importlib.metadata.version('torch')}"
+        except importlib.metadata.PackageNotFoundError:
+            torch = "no torch"
+        print(f"zeroshard {zeroshard.__version__}, {torch}, Python {platform.python_version()}, {platform.platform()}")
         raise typer.Exit
 
 
 @app.callback()
 def _everywhere(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the versions that run here, and exit.", callback=_version, is_eager=True),
     ] = False,
 ) -> None:
     pass

@@ -20,6 +20,15 @@ def computes_bf16() -> bool | None:
     return bool(INSTRUCTIONS & told[0]) if told else None
 
 
+def name() -> str | None:
+    """Return what the processor is sold as; None where the system does not say."""
+    try:
+        lines = CPUINFO.read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+
+
 def kind() -> str:
     """Return a word that differs where libraries choose other kernels; empty where the system does not say."""
     names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +19,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from zeroshard.cli import badge, gates, launch, processor, screen
+from zeroshard.cli import gates, launch, processor, screen
 from zeroshard.cli.config import InputError, Launch, one_line
 from zeroshard.cli.gates import GATES, Plan, Trial
 from zeroshard.cli.outcomes import (
@@ -51,15 +50,22 @@ SCENARIOS = (
 )
 
 DIED = "a rank died after its last result, which counts as failed: standard error says which rank, and how it ended"
-FILES = "verify.json", "verify.svg"  # of --out
+FILE = "verify.json"  # of --out
 
 
-def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_json: bool = False, out: str = "") -> int:
-    """Run the article's scenarios one after the other; return 0 where all are equal. ranks: in place of their own."""
+def verify_scenarios(
+    question: Question, *, ranks: tuple[int, ...] | None, quick: bool = False, as_json: bool = False, out: str = ""
+) -> int:
+    """Run the article's scenarios one after the other; return 0 where all are equal.
+
+    ranks: in place of their own. quick: the facts of this machine, and the first scenario alone.
+    """
     _check(out)
     told: list[dict[str, Any]] = []
     code = 0
-    for name, job, own in SCENARIOS:
+    if quick and not as_json:
+        _show_machine()
+    for name, job, own in SCENARIOS[: 1 if quick else None]:
         if not as_json:
             screen.say(f"\n[bold]Scenario: {name}[/bold]")
         on = ranks or own
@@ -75,7 +81,7 @@ def verify_scenarios(question: Question, *, ranks: tuple[int, ...] | None, as_js
     if as_json:
         print(json.dumps(whole))
     if out:
-        _write(out, whole, [gate for each in told for gate in each["gates"]])
+        _write(out, whole)
     return code
 
 
@@ -84,15 +90,18 @@ def verify(
     given: Collection[str] | None = None,
     *,
     full: bool = False,
+    quick: bool = False,
     as_json: bool = False,
     out: str = "",
 ) -> int:
     """Try the gates and print their table; return exit code 0 where all that ran hold, else 1. Raises `UserError`.
 
     given: the options that the command line has; None, or any of `gates.SETTINGS` without `full`: every combination
-    of these, and no more. out: a folder for verify.json and the badge verify.svg.
+    of these, and no more. quick: print the facts of this machine too. out: a folder for verify.json.
     """
     _check(out)
+    if quick and not as_json:
+        _show_machine()
     with tempfile.TemporaryDirectory(prefix="zeroshard-files-") as files:
         if full or (given is not None and not gates.SETTINGS & set(given)):
             slow = processor.slow("bf16").partition(":")[0]
@@ -104,7 +113,7 @@ def verify(
         if as_json:
             print(json.dumps(record))
         if out:
-            _write(out, record, record["gates"])
+            _write(out, record)
     return code
 
 
@@ -261,6 +270,13 @@ def _unsteady(twice: Sequence[Twice]) -> list[str]:
     ]
 
 
+def _show_machine() -> None:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; see launch.start_ranks
+    from zeroshard.cli import machine
+
+    machine.show(machine.facts())
+
+
 COLOURS = {HOLDS: "green", FAILS: "bold red", UNTRIED: "yellow"}
 
 
@@ -333,12 +349,14 @@ def _show_differences(found: Sequence[Outcome], cells: Sequence[Cell]) -> None:
 
 def _record(question: Question, found: Sequence[Outcome], cells: Sequence[Cell], said: Sequence[str]) -> dict[str, Any]:
     """Make the one object of `--json`."""
+    from zeroshard.cli import machine
+
     return {
         "schema": SCHEMA,
         "job": question.job,
         "equal": bool(cells) and all(outcome.result != FAILS for outcome in found),
         "gates": [outcome.record() for outcome in found],
-        "environment": _environment(),
+        "environment": machine.facts(),  # what gate 1 calls a fixed environment
         "settings": asdict(question),
         "notes": list(said),
         "results": [
@@ -356,40 +374,19 @@ def _record(question: Question, found: Sequence[Outcome], cells: Sequence[Cell],
     }
 
 
-def _environment() -> dict[str, Any]:
-    """Tell what gate 1 calls a fixed environment."""
-    import torch
-
-    import zeroshard
-    from zeroshard import device
-
-    return {
-        "zeroshard": zeroshard.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "processor": processor.kind(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "threads": int(os.environ.get("OMP_NUM_THREADS") or torch.get_num_threads()),
-        "devices": [device.describe(each) for each in device.accelerators()],
-    }
-
-
 def _check(out: str) -> None:
     """Make the folder of --out, before anything runs. What an earlier command left there says nothing of this one."""
     try:
         if out:
             Path(out).mkdir(parents=True, exist_ok=True)
-            for name in FILES:
-                (Path(out) / name).unlink(missing_ok=True)
+            (Path(out) / FILE).unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"--out: no folder can be made at {out}: {error.strerror}") from error
 
 
-def _write(out: str, record: dict[str, Any], found: Sequence[dict[str, Any]]) -> None:
-    """Write the record and the badge. found: objects of gates."""
-    texts = json.dumps(record, indent=1) + "\n", badge.of_gates(found)
-    for name, text in zip(FILES, texts, strict=True):
-        try:
-            (Path(out) / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"--out: {Path(out) / name} cannot be written: {error.strerror}") from error
+def _write(out: str, record: dict[str, Any]) -> None:
+    path = Path(out) / FILE
+    try:
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--out: {path} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""`zeroshard explain`, `verify`, `diff`, `doctor` and `ckpt`."""
+"""`zeroshard explain`, `verify`, `diff` and `ckpt`."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ class Shown:
 def named(panel: str | None, text: str, alone: str, beside: str, metavar: str | None = None) -> Any:
     """Make an option of a setting, of which gate 4 takes other values where the command line names no setting."""
     return unset(panel, f"{text} [dim]\\[default: {beside}; {alone} where no setting is named][/dim]", metavar)
+
+
+QUICK: dict[str, Any] = {"ranks": "2", "stage": "0,3", "bucket_mib": "24", "steps": 2}  # of verify --quick
 
 
 class Grid:
@@ -100,7 +103,11 @@ class Grid:
     full: Annotated[bool, option(COMMON, "1 to 8 ranks, and all values of settings that are not named.", "--full")] = (
         False
     )
-    out: Annotated[str, unset(COMMON, "Write verify.json and the badge verify.svg there.", "FOLDER")] = ""
+    quick: Annotated[
+        bool,
+        option(COMMON, "This machine, and a few runs: 2 steps on 2 ranks at stages 0 and 3, or as named.", "--quick"),
+    ] = False
+    out: Annotated[str, unset(COMMON, "Write verify.json there.", "FOLDER")] = ""
     as_json: AsJson = False
 
 
@@ -167,6 +174,7 @@ def verify(
 
     Without options that name settings, gate 4 takes 1 to 4 ranks and any two values of two settings together; with
     --full 1 to 8 ranks and all combinations. Where some are named, it takes all combinations of these and no others.
+    With --quick it first prints what a report of a bug should say of this machine, and tries a few runs.
     What was not tried is listed, with the reason.
 
     Every rank holds the whole model while it is compared, and the temporary folder takes a copy of it per step and
@@ -174,7 +182,7 @@ def verify(
 
     Without a job it runs the tests of a text on ZeRO-1 in three layers: its own MLP in bf16, on micro-batches that are
     the same on all ranks. It runs them on 2 ranks, on more, and with parameters that the ranks do not divide, at every
-    stage.
+    stage; with --quick the first of them.
 
     Exit code 0: all gates that ran hold. 1: one fails. 2: the input cannot be used.
     """
@@ -185,9 +193,14 @@ def verify(
     given = {name for name in options if (how := context.get_parameter_source(name)) and how.name != "DEFAULT"}
     if job is None and "precision" not in given:
         options["precision"] = "bf16"
-    as_json, full, out = (options.pop(name) for name in ("as_json", "full", "out"))
+    as_json, full, quick, out = (options.pop(name) for name in ("as_json", "full", "quick", "out"))
     if job is None and full:
         raise InputError("--full is of a job of yours: zeroshard verify MODULE:FUNCTION --full")
+    if quick and full:
+        raise InputError("--quick tries little, and --full all; one of the two")
+    if quick:
+        options |= {name: value for name, value in QUICK.items() if name not in given}
+        given |= {*QUICK}
     question = Question(
         job=job or "",
         ranks=whole_numbers("--ranks", options.pop("ranks")),
@@ -201,8 +214,8 @@ def verify(
     )
     if job is None:
         own = question.ranks if "ranks" in given else None
-        raise typer.Exit(verify_scenarios(question, ranks=own, as_json=as_json, out=out))
-    raise typer.Exit(run_verify(question, given, full=full, as_json=as_json, out=out))
+        raise typer.Exit(verify_scenarios(question, ranks=own, quick=quick, as_json=as_json, out=out))
+    raise typer.Exit(run_verify(question, given, full=full, quick=quick, as_json=as_json, out=out))
 
 
 @takes()
@@ -223,31 +236,6 @@ def diff(
     from zeroshard.cli.diff import diff as run_diff
 
     raise typer.Exit(run_diff(first, second, as_json=as_json))
-
-
-@takes()
-def doctor(
-    folder: Annotated[
-        str,
-        typer.Argument(
-            metavar="[DIR]",
-            help="On the disk that files would go to. [dim]\\[default: the temporary folder][/dim]",
-            show_default=False,
-        ),
-    ] = "",
-    as_json: AsJson = False,
-) -> None:
-    """Describe this machine, and say which of zeroshard's claims hold on it.
-
-    Prints torch's build, processor, memory and its limits, accelerators and how they reach each other, the disk of DIR,
-    and the settings that bits depend on. Then it trains a small model on one rank, in seconds, and says of each claim:
-    it holds; it is not tested here, and what would test it; or it does not hold, why, and what to do.
-
-    Exit code 0: nothing that was tried failed. 1: something did. 2: the input cannot be used.
-    """
-    from zeroshard.cli.doctor import doctor as look
-
-    raise typer.Exit(look(folder, as_json=as_json))
 
 
 ckpt = typer.Typer(

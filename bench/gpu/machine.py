@@ -12,6 +12,8 @@ from .record import Record
 TOOLS = {
     "driver": ["nvidia-smi", "-q"],
     "topology": ["nvidia-smi", "topo", "-m"],
+    "peers": ["nvidia-smi", "topo", "-p2p", "r"],
+    "disk": ["df", "-T"],
     "clocks": [
         "nvidia-smi",
         "--query-gpu=clocks.sm,clocks.mem,clocks.max.sm,power.limit,temperature.gpu",

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
+from rich.measure import Measurement, measure_renderables
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -272,56 +272,11 @@ def wide(table: Table) -> None:
 
 
 def show(table: Table) -> None:
-    """Print a table, no cell of it cut or broken: where a terminal is narrower than its rows, in another form."""
-    width = columns()
-    if width is None or Measurement.get(_unwrapped, _unwrapped.options, table).maximum <= width:
-        _unwrapped.print(table)
-        return
-    cells = [[each if isinstance(each, Text) else Text.from_markup(str(each)) for each in column.cells]
-             for column in table.columns]  # fmt: skip
-    heads = [str(column.header) for column in table.columns]
-    widths = [max([len(head), *map(len, told)]) for head, told in zip(heads, cells, strict=True)]
-    if table.title:
-        say(f"[bold]{escape(str(table.title))}[/bold]")
-    apart = heads[-1] in LEFT and sum(widths[:-1]) + 2 * len(widths) <= width * 2 // 3
-    if apart:
-        console.print(_row([Text(head, style="dim") for head in heads], table, widths), soft_wrap=True)
-    for row in zip(*cells, strict=True):
-        if not apart:
-            _cell_by_cell(heads, row, width)
-        elif len(line := _row(row, table, widths)) <= width:
-            console.print(line, soft_wrap=True)
-        else:  # the words of the last column go below
-            console.print(_row(row[:-1], table, widths), soft_wrap=True)
-            wrapped(Text.assemble("    ", row[-1]), width, 4)
-    if table.caption:
-        say(f"[dim]{escape(str(table.caption))}[/dim]")
-
-
-def _row(cells: Sequence[Text], table: Table, widths: Sequence[int]) -> Text:
-    """Write a row in columns."""
-    line = Text()
-    for cell, column, chars in zip(cells, table.columns, widths, strict=False):
-        fill = " " * (chars - len(cell))
-        line.append_text(
-            Text.assemble(fill, cell, "  ") if column.justify == "right" else Text.assemble(cell, fill, "  ")
-        )
-    line.rstrip()
-    return line
-
-
-def _cell_by_cell(heads: Sequence[str], row: Sequence[Text], width: int) -> None:
-    """Print a row as its cells one after the other, each behind its column's name."""
-    line = Text()
-    for head, value in zip(heads, row, strict=True):
-        if not value.plain.strip():
-            continue
-        each = Text.assemble((f"{head} ".lstrip(), "dim"), value)
-        if len(line) > 2 and len(line) + 2 + len(each) > width:
-            wrapped(line, width, 4)
-            line = Text("  ")
-        line.append("  " if len(line) > 2 else "").append_text(each)
-    wrapped(line, width, 4)
+    """Print a table, its last column wrapped on a terminal. Where that is not enough, the terminal wraps its rows."""
+    last, width, options = table.columns[-1], columns(), _unwrapped.options
+    words = measure_renderables(_unwrapped, options, [last.header, *last.cells])
+    least = Measurement.get(_unwrapped, options, table).maximum - words.maximum + words.minimum
+    (_unwrapped if width is None or least > width else console).print(table)
 
 
 def new_table(title: str, *columns: str) -> Table:
@@ -329,6 +284,6 @@ def new_table(title: str, *columns: str) -> Table:
     # Unbroken: Rich would wrap a title at the width of its table.
     unbroken = Text(title, style="bold not italic", no_wrap=True, overflow="ignore")
     table = Table(title=unbroken, title_justify="left", header_style="dim", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="left" if column in LEFT else "right")
+    for at, column in enumerate(columns, start=1):
+        table.add_column(column, justify="left" if column in LEFT else "right", no_wrap=at < len(columns))
     return table

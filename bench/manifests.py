@@ -25,7 +25,7 @@ import torch
 from zeroshard.checkpoint import parts
 from zeroshard.checkpoint.files import BLOCK, canonical, write_manifest
 from zeroshard.checkpoint.manifest import FORMAT, IN_PARTS, Saved, check_loads
-from zeroshard.layout.partition import Bucket, Slot, Spec, partition
+from zeroshard.layout.partition import BucketPlan, Slot, Spec, partition
 from zeroshard.policies.layout import Layout
 
 STATES = ("value", "exp_avg", "exp_avg_sq")
@@ -45,7 +45,7 @@ def specs() -> Iterator[Spec]:
     yield Spec("lm_head", (128256, 8192), "torch.bfloat16", 2, 81, True)
 
 
-def cut(ranks: int) -> list[tuple[Bucket, Slot]]:
+def cut(ranks: int) -> list[tuple[BucketPlan, Slot]]:
     found = partition(specs(), Layout(), ranks)
     return [(bucket, slot) for bucket in found.buckets for slot in bucket.slots]
 

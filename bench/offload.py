@@ -175,7 +175,7 @@ class Model:
     def rests(self) -> list[list[Any]]:
         """What a step brings from files, bucket by bucket."""
         (binding,) = self.zero._engine.bindings
-        return [binding.states.moving(buffer) for buffer in self.zero._engine.buffers]
+        return [binding.states.moving(bucket) for bucket in self.zero._engine.buckets]
 
     def move(self) -> None:
         """A step's moves between files and memory, without what they are for."""

@@ -60,7 +60,7 @@ def padding_summed_into_the_next_parameter():
     def send(self, contribution):
         self.room(contribution)
         whole = contribution.memory
-        for slot, following in pairwise(contribution.bucket.slots):
+        for slot, following in pairwise(contribution.plan.slots):
             whole[slot.stop : following.start] = 0.5
             length = min(following.start - slot.stop, following.numel)
             whole[following.start : following.start + length] += whole[slot.stop : slot.stop + length]

@@ -198,7 +198,7 @@ def launches(stage):
             adam.step()
             adam.zero_grad()
     ours = {site: n for site, n in counts.by_site(counts.launches).items() if site.startswith(OURS)}
-    return sum(ours.values()), len(model._zeroshard_engine.buffers), len([*model.parameters()]), ours
+    return sum(ours.values()), len(model._zeroshard_engine.buckets), len([*model.parameters()]), ours
 
 
 OURS = ("engine/", "comm/", "tiers/", "features/", "arithmetic/sums.py", "arithmetic/exact_norms.py", "device.py")

@@ -240,10 +240,10 @@ def poisoned():
             model, optimizer, zero = sharded("gpt", *where)
             if poison:
                 for accumulator in zero._engine.gradients.accumulators:
-                    belongs = torch.zeros(accumulator.buffer.bucket.numel, dtype=torch.bool)
-                    for slot in accumulator.buffer.bucket.slots:
+                    belongs = torch.zeros(accumulator.bucket.plan.numel, dtype=torch.bool)
+                    for slot in accumulator.bucket.plan.slots:
                         belongs[slot.start : slot.stop] = True
-                    accumulator.sum.own[~belongs[slice(*accumulator.buffer.owned)]] = math.nan
+                    accumulator.sum.own[~belongs[slice(*accumulator.bucket.owned)]] = math.nan
             got = [zero.clip_grad_norm_(0.1, order) for order in ORDERS]
             clipped = full(model)
             optimizer.step()
@@ -760,7 +760,7 @@ def scaled(stage, whole):
     edited, edit = [], Accumulator.edit
 
     def editing(accumulator):
-        edited.append(accumulator.bucket.index)
+        edited.append(accumulator.plan.index)
         edit(accumulator)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -87,7 +87,7 @@ def sums(transport: str):
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 4)
     zero = zeroshard.shard(model, None, stage=3, comm=zeroshard.Comm(transport=transport))
-    group, bucket = zero._engine.group, zero._engine.buffers[0].bucket
+    group, bucket = zero._engine.group, zero._engine.buckets[0].plan
     own, found = group._link, []
     launched = group.launched[0]
 

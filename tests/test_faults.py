@@ -28,7 +28,7 @@ from zeroshard.comm.collectives import Link
 from zeroshard.comm.reduce_pipeline import Scratch
 from zeroshard.comm.watch import GONE, Watch, _ask
 from zeroshard.engine.gradients.reduction import Reduction
-from zeroshard.engine.weights.buffer import Buffer
+from zeroshard.engine.weights.bucket import Bucket
 from zeroshard.errors import Error, StateError
 
 
@@ -89,9 +89,9 @@ def test_a_schedule_goes_on_over_skipped_steps_as_the_loop_says(ranks, always, s
 # --- poison ---------------------------------------------------------------------------------------------------------------
 
 
-def padding(buffer: Buffer):
-    mask = torch.ones(buffer.bucket.numel, dtype=torch.bool)
-    for slot in buffer.bucket.slots:
+def padding(bucket: Bucket):
+    mask = torch.ones(bucket.plan.numel, dtype=torch.bool)
+    for slot in bucket.plan.slots:
         mask[slot.start : slot.stop] = False
     return mask
 
@@ -106,12 +106,12 @@ def poisoned(stage: int, bounds: str, path: str):
 
     def poison(self, kept, *, local):
         for contribution in self.contributions.values():
-            buffer = contribution.buffer
-            mask, (first, last) = padding(buffer), buffer.owned
-            low, high = buffer.updated
+            bucket = contribution.bucket
+            mask, (first, last) = padding(bucket), bucket.owned
+            low, high = bucket.updated
             for tensor, which in (
-                (buffer.target, mask[low:high]),
-                (buffer.parameters.of(low, high), mask[low:high]),
+                (bucket.target, mask[low:high]),
+                (bucket.parameters.of(low, high), mask[low:high]),
                 (contribution.accumulator.sum.own, mask[first:last]),
             ):
                 tensor[which] = torch.nan
@@ -126,7 +126,7 @@ def poisoned(stage: int, bounds: str, path: str):
             loaded = reference.weights(zero.model)
     finally:
         Scratch.take, Reduction.begin = take, begin
-    held = sum(int(padding(buffer).sum()) for buffer in zero._engine.buffers)
+    held = sum(int(padding(bucket).sum()) for bucket in zero._engine.buckets)
     return reference.first_difference(spoiled, clean), reference.first_difference(loaded, clean), others == norms, held
 
 

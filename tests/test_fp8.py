@@ -246,9 +246,9 @@ def edit(stage, world, write_from=None, offload=None):
     with zero.gathered():
         after = reference.weights(model)
     masters = {}
-    for buffer in zero._engine.buffers:
-        with buffer.updating.here(changed=False):
-            masters[str(buffer.bucket.index)] = buffer.target.clone()
+    for bucket in zero._engine.buckets:
+        with bucket.updating.here(changed=False):
+            masters[str(bucket.plan.index)] = bucket.target.clone()
     steps(model, optimizer, zero, range(1, 2))
     with zero.gathered():
         return before, after, reference.weights(model)
@@ -314,19 +314,19 @@ def interrupted_landing():
     """Bytes of gathers in the ledger, before and after a landing beside weights that somebody reads is left half done."""
     model, optimizer, zero = start(3)
     steps(model, optimizer, zero, range(1))
-    buffer = next(buffer for buffer in zero._engine.buffers if buffer.bucket.fp8)
+    bucket = next(bucket for bucket in zero._engine.buckets if bucket.plan.fp8)
     with zero.gathered():
         before = zero.ledger().held["gather"]
-        buffer.gather()
-        apart, dequantise = zero.ledger().held["gather"] - before, buffer.codec._dequantise
-        buffer.codec._dequantise = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+        bucket.gather()
+        apart, dequantise = zero.ledger().held["gather"] - before, bucket.codec._dequantise
+        bucket.codec._dequantise = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
-            buffer.land()
-        buffer.codec._dequantise = dequantise
+            bucket.land()
+        bucket.codec._dequantise = dequantise
         left = zero.ledger().held["gather"] - before
-        buffer.gather()
-        buffer.land()
-    return apart == buffer.bucket.numel, left
+        bucket.gather()
+        bucket.land()
+    return apart == bucket.plan.numel, left
 
 
 def test_a_landing_that_is_interrupted_gives_its_memory_back():

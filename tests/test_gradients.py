@@ -606,7 +606,7 @@ def test_an_edit_of_a_cleared_gradient_makes_no_sum_of_it(ranks, world):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_no_sync_adds_up_in_the_resident_buffer_or_in_one_of_its_size_and_saves_passes(world, stage):
+def test_no_sync_adds_up_in_the_resident_sum_or_in_one_of_its_size_and_saves_passes(world, stage):
     """Stages 0 and 1 hold nothing beside their full-size gradients; 2 and 3, which have none, one full-size fp32 sum."""
     assert "full-size" in zeroshard.Zero.no_sync.__doc__
     ranks.run(world, no_sync_price, stage)

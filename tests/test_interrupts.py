@@ -29,7 +29,7 @@ from zeroshard.comm.collectives import Link, packed, unpacked
 from zeroshard.comm.launch_log import KEPT, Stream
 from zeroshard.engine.step.bucket_step import Alone
 from zeroshard.engine.weights import gathered, guard
-from zeroshard.engine.weights.buffer import Buffer
+from zeroshard.engine.weights.bucket import Bucket
 from zeroshard.engine.weights.gathered import Gathered
 from zeroshard.errors import CheckpointError, Error, PeerError, StateError, UserError
 from zeroshard.features.nvme import StateFile
@@ -508,7 +508,7 @@ def test_train_that_is_told_to_end_while_it_starts_ends_with_the_same_code(tmp_p
 def out_of_memory(stage: int):
     """A gather for which rank 1 finds no memory, in the forward of step 3, once; all try again."""
     rank, (model, optimizer, zero) = rank_processes.rank(), test_lost_ranks.three(stage, optimizer=torch.optim.SGD)
-    gather, armed, told = Buffer.gather, False, []
+    gather, armed, told = Bucket.gather, False, []
 
     def fails(self, **kwargs):
         nonlocal armed
@@ -517,7 +517,7 @@ def out_of_memory(stage: int):
             raise MemoryError("no memory for 4096 bytes")
         return gather(self, **kwargs)
 
-    Buffer.gather = fails
+    Bucket.gather = fails
     try:
         for index in range(4):
             armed = index == 2 and rank == 1
@@ -530,7 +530,7 @@ def out_of_memory(stage: int):
                     if len(told) == 3:
                         return told
     finally:
-        Buffer.gather = gather
+        Bucket.gather = gather
     with zero.gathered():
         return reference.weights(model), told
 
@@ -874,8 +874,8 @@ def test_an_interrupt_between_two_parameters_leaves_none_readable_that_is_releas
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(gathered, name, strikes)
             model(torch.ones(3, 5))
-        for buffer in zero._engine.buffers:
-            assert not buffer.gathered.released or all(isinstance(each, guard.Guarded) for each in buffer.params)
+        for bucket in zero._engine.buckets:
+            assert not bucket.gathered.released or all(isinstance(each, guard.Guarded) for each in bucket.params)
         assert got + steps(model, optimizer, first=1) == want
     assert len(struck) > 4 or (stage, name) == (1, "flip")  # nothing is closed there in a forward
 
@@ -912,10 +912,10 @@ def interrupted_while_it_updates(folder, early):
     model, optimizer, _ = layers(1, layout=Layout(bucket_mib=0.00001), offload=offload, **settings)
     writes, left, told = Alone.write_back, itertools.count(), []
 
-    def strikes(alone, buffer):
+    def strikes(alone, bucket):
         if rank_processes.rank() == 0 and next(left) == 1:
             raise KeyboardInterrupt
-        writes(alone, buffer)
+        writes(alone, bucket)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Alone, "write_back", strikes)

@@ -25,7 +25,7 @@ from zeroshard.comm.reduce_pipeline import Flow
 from zeroshard.engine.gradients.sums import Sums
 from zeroshard.engine.step.bucket_step import Alone
 from zeroshard.engine.step.fragment import States
-from zeroshard.engine.weights.buffer import Buffer
+from zeroshard.engine.weights.bucket import Bucket
 from zeroshard.engine.weights.edits import Edits
 from zeroshard.features.nvme import FileRest
 from zeroshard.features.optimizer_in_backward import InBackward, Passing
@@ -35,7 +35,7 @@ SIZES = (7, 40, 33, 21, 5)
 STEPS = 3
 PLACES = [
     (Alone, "step"), (Alone, "write_back"),
-    (Buffer, "gather"), (Buffer, "land"), (Buffer, "release"), (Buffer, "publish"), (Edits, "follow"),
+    (Bucket, "gather"), (Bucket, "land"), (Bucket, "release"), (Bucket, "publish"), (Edits, "follow"),
     (InBackward, "averaged"), (InBackward, "next"), (InBackward, "ended"),
     (Flow, "_land_oldest"), (Flow, "_store"), (Sums, "send"),
     (States, "present"), (Rest, "here"), (Passing, "clear"), (FileRest, "here"),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import zeroshard
 from zeroshard import Error, Layout
 from zeroshard.layout.balance import owners, work
-from zeroshard.layout.partition import UNIT_MIB, WHOLE, Bucket, Partition, Slot, Spec, partition, slot_at
+from zeroshard.layout.partition import UNIT_MIB, WHOLE, BucketPlan, Partition, Slot, Spec, partition, slot_at
 from zeroshard.planner.balance import balance
 
 ITEM_BYTES = {"torch.float32": 4, "torch.bfloat16": 2, "torch.int64": 8}
@@ -149,12 +149,12 @@ def test_tensor_bounds_never_cut_a_tensor(given_specs, policy, ranks):
         _assert_ranks_follow_each_other(members, ranks)
 
 
-def _vectors(made: Partition) -> list[list[Bucket]]:
+def _vectors(made: Partition) -> list[list[BucketPlan]]:
     kinds = dict.fromkeys((bucket.dtype, bucket.trainable) for bucket in made.buckets)
     return [[bucket for bucket in made.buckets if (bucket.dtype, bucket.trainable) == kind] for kind in kinds]
 
 
-def _assert_ranks_follow_each_other(members: list[Bucket], ranks: int) -> None:
+def _assert_ranks_follow_each_other(members: list[BucketPlan], ranks: int) -> None:
     owners = [rank for bucket in members for rank in range(ranks) if bucket.shard_numel(rank)]
     assert owners == sorted(owners)
 
@@ -382,7 +382,7 @@ def _bucket(**changes):
         "numel": 512,
         "bounds": (0, 256, 512),
     }
-    return Bucket(**(fields | changes))
+    return BucketPlan(**(fields | changes))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import zeroshard
 from zeroshard.checkpoint import saving
 from zeroshard.engine.gradients import sums
 from zeroshard.engine.gradients.sums import Sums
-from zeroshard.engine.weights.buffer import Buffer
+from zeroshard.engine.weights.bucket import Bucket
 from zeroshard.errors import PeerError
 
 PATIENT = {"group_timeout": 100.0, "timeout": 30.0, "expect_errors": True}
@@ -63,7 +63,7 @@ def arm(where: str, model, optimizer, act) -> None:
     elif where == "backward":
         model[1].register_forward_hook(lambda _, __, out: (out.register_hook(lambda grad: act()), None)[1])
     elif where == "gather":
-        before(Buffer, "gather", act)
+        before(Bucket, "gather", act)
     elif where == "reduce":
         before(Sums, "send", act)
     elif where == "fold":  # once backward has ended, while sums are still under way

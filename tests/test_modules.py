@@ -17,7 +17,7 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard import Comm, Layout, Offload
-from zeroshard.engine.weights.buffer import Buffer
+from zeroshard.engine.weights.bucket import Bucket
 from zeroshard.errors import StateError, UserError
 
 PLAIN = {
@@ -560,7 +560,7 @@ def interrupted_while_opening(stage: int, at: int):
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     optimizer = adamw(model)
     zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(units=["*"]))
-    opened, really = [], Buffer.open
+    opened, really = [], Bucket.open
 
     def stop(buffer):
         opened.append(buffer)
@@ -569,7 +569,7 @@ def interrupted_while_opening(stage: int, at: int):
         really(buffer)
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(Buffer, "open", stop)
+        patched.setattr(Bucket, "open", stop)
         model(torch.ones(2, 16))
     for _ in range(2):
         model(torch.ones(2, 16)).square().sum().backward()

@@ -281,8 +281,8 @@ def sums_that_no_file_takes(folder):
         raise TierError("drawn")
 
     if zero.rank == 1:
-        for buffer in zero._engine.buffers:
-            buffer.gradients.rest.take = full
+        for bucket in zero._engine.buckets:
+            bucket.gradients.rest.take = full
     with pytest.raises((TierError, PeerError), match="drawn"):
         step(model, optimizer, zero, 1)
     return before, zero.ledger().held["reduce"]

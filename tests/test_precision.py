@@ -374,7 +374,7 @@ def stored(**precision):
         optimizer.step()
         optimizer.zero_grad()
         assert all(
-            buffer.codec.of_masters != bool(zero.ledger().held.get("parameters")) for buffer in zero._engine.buffers
+            bucket.codec.of_masters != bool(zero.ledger().held.get("parameters")) for bucket in zero._engine.buckets
         )
     return frozen, zero.ledger().held.get("parameters", 0)
 

@@ -196,7 +196,7 @@ def with_one_copy(function, *args):
 
 
 def copies_of(zero):
-    rests = (buffer.parameters.rest for buffer in zero._engine.buffers)
+    rests = (bucket.parameters.rest for bucket in zero._engine.buckets)
     return [rest._pages for rest in rests if isinstance(rest, OneCopy)]
 
 

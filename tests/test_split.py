@@ -112,9 +112,9 @@ def splitting():
 def masters(zero):
     """Of each bucket this rank's masters; and how many bytes rest of them."""
     found = {}
-    for buffer in zero._engine.buffers:
-        with buffer.updating.here(changed=False):
-            found[str(buffer.bucket.index)] = buffer.target.clone()
+    for bucket in zero._engine.buckets:
+        with bucket.updating.here(changed=False):
+            found[str(bucket.plan.index)] = bucket.target.clone()
     return found
 
 
@@ -301,7 +301,7 @@ def refused(precision, **settings):
 
 def test_a_byte_of_bits_may_belong_to_two_parameters():
     """What is loaded changes no bit of its neighbours, whose parameters may be on their way and not go with them."""
-    split = refused(SPLIT, stage=2, layout=Layout(align=1))._engine.buffers[0].codec.rest
+    split = refused(SPLIT, stage=2, layout=Layout(align=1))._engine.buckets[0].codec.rest
     lower, ties = split.planes.tensor[: 2 * split.numel].view(torch.int16), split.planes.tensor[2 * split.numel :]
     split.parameters.tensor.view(torch.int16).fill_(0x3F81)
     lower.fill_(-32768)
@@ -338,7 +338,7 @@ def test_where_masters_rest_alone_splitting_is_noted_and_changes_nothing(caplog)
             Precision(param_dtype=torch.bfloat16, split_master=split), stage=3, optimizer=torch.optim.Adagrad
         )
         held.append(zero.ledger().held)
-        assert not any(buffer.masters is Master.SPLIT for buffer in zero._engine.buffers)
+        assert not any(bucket.masters is Master.SPLIT for bucket in zero._engine.buckets)
         assert caplog.text.count("split_master=True splits nothing") == 1
     assert held[0] == held[1]
 
@@ -347,7 +347,7 @@ def test_some_masters_are_split_where_others_rest_alone():
     """Of half of the buckets at stage 3 the states rest in host memory: their masters alone are beside parameters."""
     zero = refused(SPLIT, stage=3, offload=Offload(optimizer=0.5), layout=Layout(bucket_mib=0.005))
     rests = [resting["optimizer"] for resting in zero._engine.resting]
-    assert {(buffer.masters is Master.SPLIT, rest) for buffer, rest in zip(zero._engine.buffers, rests, strict=True)} == {
+    assert {(bucket.masters is Master.SPLIT, rest) for bucket, rest in zip(zero._engine.buckets, rests, strict=True)} == {
         (True, "host"), (False, "device"),
     }  # fmt: skip
     assert zeroshard.planner.predict_states(zero)["master"] == zero.ledger().held["master"]

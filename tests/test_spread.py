@@ -250,9 +250,9 @@ def edits_under_way():
     """How many messages of the edited weights had not arrived yet at each comparison."""
     compare, under_way = meeting.check_replicas, []
 
-    def count(running, buffers, number):
-        under_way.append(sum(len(buffer._work) for buffer in buffers))
-        compare(running, buffers, number)
+    def count(running, buckets, number):
+        under_way.append(sum(len(bucket._work) for bucket in buckets))
+        compare(running, buckets, number)
 
     meeting.check_replicas = count
     edits(1)
@@ -288,8 +288,8 @@ def flipped():
     model, optimizer, zero = spread(3, 2)
     train(model, optimizer, zero, 1)
     if zero.rank == 3:
-        buffer = model[0].weight._zeroshard.buffer
-        with buffer.parameters.here() as own:
+        bucket = model[0].weight._zeroshard.bucket
+        with bucket.parameters.here() as own:
             own.view(torch.int32)[1] ^= 1
     with pytest.raises(PeerError) as caught:
         zero.check_replicas()

@@ -431,8 +431,8 @@ def flipped(folder):
     model, optimizer, zero = sharded(4, 2, 3)
     train(model, optimizer, zero, 1)
     if torch.distributed.get_rank() == 1:
-        buffer = model.norm.weight._zeroshard.buffer
-        with buffer.updating.here() as own:
+        bucket = model.norm.weight._zeroshard.bucket
+        with bucket.updating.here() as own:
             own[0] += 1
     try:
         zero.save(folder / "ckpt")

@@ -76,7 +76,7 @@ def unsharded(kind, stage, folder, **settings):
     if "nvme" in settings:
         settings = {"offload": Offload(optimizer="nvme", parameters="nvme", path=folder)}
     zero = zeroshard.shard(model, optimizer, stage=stage, **settings)
-    engine, bucket = weakref.ref(zero._engine), weakref.ref(zero._engine.buffers[0])
+    engine, bucket = weakref.ref(zero._engine), weakref.ref(zero._engine.buckets[0])
     four_a_step(model, optimizer, range(2))
     gc.disable()
     zero.unshard()

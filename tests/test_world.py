@@ -332,7 +332,7 @@ def test_weights_are_gathered_again_whose_release_an_interrupt_ended(monkeypatch
     """Parameters pointed at the placeholder while their bucket had its memory still: no step and no load went on."""
     model = nn.Linear(4, 4)
     zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=3)
-    bucket = zero._engine.buffers[0].gathered
+    bucket = zero._engine.buckets[0].gathered
 
     def interrupted(*_):
         raise KeyboardInterrupt

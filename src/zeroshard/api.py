@@ -31,7 +31,7 @@ from .engine.weights.modes import refuse_inside, unseen
 from .errors import StateError, UserError, nearest, without_own_lines
 from .events import Event, Ledger, Record
 from .hooks import absent, features, first
-from .layout.partition import Bucket, Slot
+from .layout.partition import BucketPlan, Slot
 from .layout.stage import Placements
 from .policies.comm import Comm, Simulated
 from .policies.layout import Layout
@@ -249,9 +249,9 @@ class Zero:
         """Add up backwards inside on this rank only; the next backward outside (or the next step) sends the sum.
 
         Saves one pass of the gradients per backward, at every stage. Stages 0 and 1 add up where their gradients rest,
-        and hold nothing more for it; 2 and 3 take a full-size buffer in the accumulation dtype (`Precision.grad_dtype`)
-        until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the same as without it, nor at
-        another number of ranks, of which `load` warns.
+        and hold nothing more for it; 2 and 3 take a full-size sum in the accumulation dtype
+        (`Precision.grad_dtype`) until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the
+        same as without it, nor at another number of ranks, of which `load` warns.
         """
         with self._engine.schedule.backward.holding_back():
             yield
@@ -547,17 +547,19 @@ class Zero:
         """
         return drawing(self.seed, step, index, self._engine.group.device)
 
-    def dtypes(self, bucket: Bucket) -> Dtypes:
+    def dtypes(self, plan: BucketPlan) -> Dtypes:
         """Return the dtypes that a bucket's parameters, gradients, and masters are held in."""
-        formats = self._engine.buffers[bucket.index].formats
+        formats = self._engine.buckets[plan.index].formats
         return Dtypes(formats.computed, formats.gradients, formats.master, formats.parameters)
 
-    def optimizer_members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[Bucket, Slot]]]]:
+    def optimizer_members(
+        self,
+    ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[BucketPlan, Slot]]]]:
         """Yield (optimizer, group, the parameters it updates on whichever rank) of every group of every optimizer."""
         for binding in self._engine.bindings:
             for group in binding.optimizer.param_groups:
                 places = [member.place for member in binding.members if member.group is group]
-                yield binding.optimizer, group, [(p.buffer.bucket, p.buffer.bucket.slots[p.position]) for p in places]
+                yield binding.optimizer, group, [(p.bucket.plan, p.bucket.plan.slots[p.position]) for p in places]
 
     def ledger(self) -> Ledger:
         """Return a snapshot of the bytes that this rank holds now and held at most, by state, tier and phase, and of
@@ -597,13 +599,13 @@ class Zero:
             raise UserError("no such parameter", got=repr(name), instead=nearest(name, names))
         if state not in Placements._fields:
             raise UserError("no such state", got=repr(state), instead=nearest(state, Placements._fields))
-        bucket, slot = self.partition.find(record.name)
-        if state != "parameters" and self._engine.gradients.of_bucket(bucket.index) is None:
+        plan, slot = self.partition.find(record.name)
+        if state != "parameters" and self._engine.gradients.of_bucket(plan.index) is None:
             return []
-        tier = self._engine.resting[bucket.index][state]
+        tier = self._engine.resting[plan.index][state]
         degree, found = getattr(self.placements, state), []
-        for rank, sits in enumerate(self._engine.group.team_of(bucket).seat.everyones()):
-            part, first = slot.within(*bucket.held(sits, degree)), sits.part * slot.numel
+        for rank, sits in enumerate(self._engine.group.team_of(plan).seat.everyones()):
+            part, first = slot.within(*plan.held(sits, degree)), sits.part * slot.numel
             if part.numel or not degree:
                 found.append(Owner(rank, first + part.start, first + part.stop, tier))
         return found
@@ -635,7 +637,7 @@ class Zero:
         """
         if self._engine.ledger.record is None:
             raise StateError("nothing was recorded", instead="zero.record() before the steps of interest")
-        units = [self._engine.units[bucket.unit].name for bucket in self.partition.buckets]
+        units = [self._engine.units[plan.unit].name for plan in self.partition.buckets]
         events = list(self._engine.ledger.record.events)
         return [e if e.bucket is None else dataclasses.replace(e, unit=units[e.bucket]) for e in events]
 

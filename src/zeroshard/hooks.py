@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from .engine.gradients.contribution import Division
     from .engine.gradients.subscriber import Subscriber
     from .engine.gradients.sums import Delivery
-    from .engine.weights.buffer import Buffer
+    from .engine.weights.bucket import Bucket
     from .engine.weights.codec import Message, Plain
     from .engine.weights.unit import Managed, Unit
     from .features.batches import Batches
     from .features.moving_average import MovingAverage
     from .features.replay import Replay
-    from .layout.partition import Bucket
+    from .layout.partition import BucketPlan
     from .layout.stage import Seat
     from .policies.incompatible import Settings
     from .policies.layout import Layout
@@ -124,10 +124,10 @@ class Feature:
     def ready(self, engine: Engine) -> None:
         """Do what is left once a model's engine stands."""
 
-    def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
+    def codec(self, assembly: Assembly, plan: BucketPlan) -> Callable[[Bucket], Plain] | None:
         """Return what makes the codec of a bucket's parameters, if they are this feature's."""
 
-    def masters(self, buffer: Buffer, values: Tensor) -> tuple[Plain, Rest] | None:
+    def masters(self, bucket: Bucket, values: Tensor) -> tuple[Plain, Rest] | None:
         """Return the codec of parameters whose masters this feature stores, and the rest of the masters `values`."""
 
     def tiers(self, assembly: Assembly) -> dict[str, Tier]:
@@ -146,7 +146,7 @@ class Feature:
     def met(self, what: str, marks: Sequence[int]) -> None:
         """Look at all ranks' `Subscriber.mark` as they meet for a checkpoint. Raises on every rank."""
 
-    def check_edits(self, buffers: Sequence[Buffer], group: Group) -> None:
+    def check_edits(self, buckets: Sequence[Bucket], group: Group) -> None:
         """Report, before all ranks meet, edits of weights that it cannot follow."""
 
     def editing(self, units: Sequence[Unit]) -> contextlib.AbstractContextManager[None]:
@@ -160,10 +160,10 @@ class Feature:
         """Follow edits as all ranks leave gathered(), and return the indices of the buckets that it has seen to."""
         return set()
 
-    def message(self, bucket: Bucket, settings: Settings) -> Message | None:
+    def message(self, plan: BucketPlan, settings: Settings) -> Message | None:
         """Return the format in which contributions to a bucket's sum travel, if they travel in this feature's."""
 
-    def division(self, buffer: Buffer, settings: Settings) -> Division | None:
+    def division(self, bucket: Bucket, settings: Settings) -> Division | None:
         """Return how a bucket's gradients are split by source, if they are."""
 
     def delivery(self, team: Team) -> Callable[[Accumulator, Scratch[Tensor]], Delivery] | None:
@@ -176,7 +176,7 @@ class Feature:
     def column(self, team: Team) -> Column | None:
         """Make this rank's end of the column of ranks with the same elements in other teams, if it sums over it."""
 
-    def gathers(self, team: Team) -> Callable[[Team, Tensor, Bucket, str], Work] | None:
+    def gathers(self, team: Team) -> Callable[[Team, Tensor, BucketPlan, str], Work] | None:
         """Return what gathers buckets if each rank has only a part of its shard, in place of `Team.gather`."""
 
     def subscriber(self, engine: Engine) -> Subscriber | None:

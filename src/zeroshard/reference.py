@@ -164,7 +164,7 @@ def total_norm(gradients: Iterable[Tensor], order: float = 2.0, block: int = BLO
 class Bucket:
     """Parameters of one unit and dtype that move together: a flat tensor, of which each rank owns a part."""
 
-    def __init__(self, plan: layouts.Bucket, params: dict[str, nn.Parameter], stage: int) -> None:
+    def __init__(self, plan: layouts.BucketPlan, params: dict[str, nn.Parameter], stage: int) -> None:
         self.plan, self.stage = plan, stage
         self.params = [params[slot.name] for slot in plan.slots]
         self.bounds = list(zip(plan.bounds, plan.bounds[1:], strict=False))  # of each rank's part

@@ -81,8 +81,8 @@ class Run:
 
     def ledger(self) -> Ledger:
         self.zero._engine.reduction.pause = PAUSE
-        for buffer in self.zero._engine.buffers:  # until here memory may be lent to other ranks
-            buffer.land()
+        for bucket in self.zero._engine.buckets:  # until here memory may be lent to other ranks
+            bucket.land()
         return told(self.zero, self.zero.ledger().tiers)
 
 

@@ -360,8 +360,8 @@ def train_four(stage: int, dtype: torch.dtype, checkpointing: str) -> dict:
         gathers.append(layer)
         return gather(**how)
 
-    for buffer in zero._engine.buffers:
-        buffer.gather = functools.partial(spy, buffer.gather, buffer.bucket.slots[0].name.split(".")[0])
+    for bucket in zero._engine.buckets:
+        bucket.gather = functools.partial(spy, bucket.gather, bucket.plan.slots[0].name.split(".")[0])
     sample = four_weights.SAMPLES[rank]
     start = zero.ledger().traffic
     places = {name: zero.partition.find(name) for name in four_weights.WEIGHTS}
@@ -601,20 +601,20 @@ def buffer_operations() -> dict:
     model, names = stacked(), [name for name, _ in stacked().named_parameters()]
     optimizer = adam(model.parameters())
     zero = zeroshard.shard(model, optimizer, stage=1, precision=BF16_FP32, layout=ONE_BUFFER)
-    (bucket,), (buffer,) = zero.partition.buckets, zero._engine.buffers
-    start = buffer.full.data_ptr()
+    (plan,), (bucket,) = zero.partition.buckets, zero._engine.buckets
+    start = bucket.full.data_ptr()
 
     def are_views() -> bool:
-        return [p.data_ptr() for p in model.parameters()] == [start + slot.start * 2 for slot in bucket.slots]
+        return [p.data_ptr() for p in model.parameters()] == [start + slot.start * 2 for slot in plan.slots]
 
     result = {
-        "padding at rest": buffer.full[4251:].tolist(),
+        "padding at rest": bucket.full[4251:].tolist(),
         "views": are_views(),
-        "gaps": [b.start - a.stop for a, b in zip(bucket.slots, bucket.slots[1:], strict=False)],
-        "shard is a view": buffer.parameters.of(*buffer.updated).data_ptr() == start + rank * 2126 * 2
-        and buffer.target.numel() == 2126,
-        "flat before": buffer.full.clone(),
-        "master before": buffer.master.tensor.clone(),
+        "gaps": [b.start - a.stop for a, b in zip(plan.slots, plan.slots[1:], strict=False)],
+        "shard is a view": bucket.parameters.of(*bucket.updated).data_ptr() == start + rank * 2126 * 2
+        and bucket.target.numel() == 2126,
+        "flat before": bucket.full.clone(),
+        "master before": bucket.master.tensor.clone(),
         "cut": zero.partition.cut_tensors(),
     }
     summed(model, batch_of(0, rank)).backward()
@@ -629,9 +629,9 @@ def buffer_operations() -> dict:
     zero._engine.group.team.gather = spy
     optimizer.step()
     result["fragments"] = torch.cat([fragment.detach().view(-1) for fragment in optimizer.param_groups[0]["params"]])
-    result["master after"] = buffer.master.tensor.clone()
-    buffer.land()
-    result["flat after"] = buffer.full.clone()
+    result["master after"] = bucket.master.tensor.clone()
+    bucket.land()
+    result["flat after"] = bucket.full.clone()
     result["still views"] = are_views()
     return result
 

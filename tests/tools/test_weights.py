@@ -140,7 +140,7 @@ def own_memory(path):
     finally:
         weights.Weights.interval = interval
     units = [sum(b.numel * 4 for b in zero.partition.buckets if b.unit == u) for u in range(len(zero._engine.units))]
-    own = sum(buffer.parameters.tensor.numel() * 4 for buffer in zero._engine.buffers)
+    own = sum(bucket.parameters.tensor.numel() * 4 for bucket in zero._engine.buckets)
     return sum(read), sum(p.numel() for p in model.parameters()), held, own, peak, max(units)
 
 

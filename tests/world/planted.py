@@ -115,8 +115,8 @@ BUGS = (
     ),
     Bug(
         "averages that all ranks step with are not waited for", "engine/step/optim.py",
-        "if not each.buffer.by_itself]:\n            work.wait()\n",
-        "if not each.buffer.by_itself]:\n            pass\n",
+        "if not each.bucket.by_itself]:\n            work.wait()\n",
+        "if not each.bucket.by_itself]:\n            pass\n",
     ),
     Bug(
         "the optimizer in backward does not wait for the average", "features/optimizer_in_backward.py",

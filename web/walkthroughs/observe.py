@@ -58,9 +58,9 @@ class Observer:
         """Note the moment, with the parameters and gradients that this rank has: flat, bucket after bucket."""
         self.zero.ledger()  # counts what the optimizer has made since
         self.moments.append((name, tick()))
-        buffers = self.zero._engine.buffers
-        resting = [buffer.parameters.tensor.to(buffer.dtype) for buffer in buffers]
-        held = [buffer.gradients.tensor for buffer in buffers if buffer.gradients is not None]
+        buckets = self.zero._engine.buckets
+        resting = [bucket.parameters.tensor.to(bucket.dtype) for bucket in buckets]
+        held = [bucket.gradients.tensor for bucket in buckets if bucket.gradients is not None]
         self.seen[name] = {
             "parameters": [value for tensor in resting for value in numbers(tensor)],
             "gradients": [value for tensor in held for value in numbers(tensor)],
@@ -85,8 +85,8 @@ class Observer:
 
     def land(self) -> None:
         """Wait for every gather that is arriving."""
-        for buffer in self.zero._engine.buffers:
-            buffer.land()
+        for bucket in self.zero._engine.buckets:
+            bucket.land()
 
     def told(self) -> dict[str, Any]:
         """Return what was recorded between the first moment and the last, JSON-able."""

@@ -59,20 +59,20 @@ def observed_step() -> dict[str, Any]:
             parameter.register_hook(lambda gradient, name=name: local.__setitem__(name, gradient.detach().clone()))
         optimizer = torch.optim.Adam(stack.parameters(), lr=1e-3)
         zero = zeroshard.shard(stack, optimizer, stage=1, precision=BF16, comm=MESSAGES, layout=ONE_BUFFER)
-        (bucket,), (buffer,) = zero.partition.buckets, zero._engine.buffers
-        low, high = bucket.shard(rank)
-        middle = bucket.bounds[1]
+        (plan,), (bucket,) = zero.partition.buckets, zero._engine.buckets
+        low, high = plan.shard(rank)
+        middle = plan.bounds[1]
         first, last = middle - AROUND, middle + AROUND
         mine = slice(max(first, low) - low, min(last, high) - low)
-        found: dict[str, Any] = {"start": max(first, low), "parameters": numbers(buffer.full[first:last])}
+        found: dict[str, Any] = {"start": max(first, low), "parameters": numbers(bucket.full[first:last])}
         gradients = zero._engine.gradients.accumulators[0].sum
-        assert buffer.master is not None
-        found["master"] = numbers(buffer.master.tensor[mine])
+        assert bucket.master is not None
+        found["master"] = numbers(bucket.master.tensor[mine])
         observer = Observer(zero)
         zero.record()
 
         stack(batch(0, rank)).sum().backward()
-        flat = torch.cat([local[slot.name].reshape(-1) for slot in bucket.slots])
+        flat = torch.cat([local[slot.name].reshape(-1) for slot in plan.slots])
         found["local"] = numbers(flat[first:last])
         # The engine has divided it as it landed, which loses nothing at two ranks.
         found["sum"] = numbers(gradients.own[mine] * zero.world_size)
@@ -80,14 +80,14 @@ def observed_step() -> dict[str, Any]:
         with observer.watching_gathers():
             optimizer.step()
         found["average"] = numbers(gradients.own[mine])
-        found["new master"] = numbers(buffer.master.tensor[mine])
+        found["new master"] = numbers(bucket.master.tensor[mine])
         found["stepped"] = observer.seen["stepped"]["parameters"][first:last]
         observer.land()
-        found["gathered"] = numbers(buffer.full[first:last])
+        found["gathered"] = numbers(bucket.full[first:last])
         return {
             "found": found,
             "window": [first, last],
-            "padding": bucket.padding,
+            "padding": plan.padding,
             "layout": layout_json(zero.partition, [unit.name for unit in zero._engine.units]),
         }
 

@@ -84,7 +84,7 @@ def _recorded(stage: int, offload: Offload, fp8: Sequence[str] = ()) -> dict[str
             offload=offload,
         )  # fmt: skip
         zero._engine.reduction.pause = UNHURRIED
-        for tier in {tier for buffer in zero._engine.buffers for tier in buffer.tiers.values()}:
+        for tier in {tier for bucket in zero._engine.buckets for tier in bucket.tiers.values()}:
             if isinstance(tier, NvmeTier):
                 tier.quiesce()
                 stands_in: Any = Here()
@@ -92,8 +92,8 @@ def _recorded(stage: int, offload: Offload, fp8: Sequence[str] = ()) -> dict[str
         batch = transformer260.batches(torch.bfloat16)[zero.rank]
         for step in range(STEPS):
             if step == STEPS - 1:
-                for buffer in zero._engine.buffers:
-                    buffer.land()
+                for bucket in zero._engine.buckets:
+                    bucket.land()
                 zero.record()
                 before = _moved(zero)
             transformer260.loss(model, batch).backward()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..device import blank, chunk
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from .stand_ins import twin
 from .sums import simulated
 
@@ -103,7 +103,7 @@ class TilePiece(NamedTuple):
 TILES = {"tensor": None, "1x128": (1, 128), "128x128": (128, 128)}  # Precision.scaling: rows and columns of a tile
 
 
-def grids(bucket: Bucket, scaling: str) -> list[TileGrid]:
+def grids(bucket: BucketPlan, scaling: str) -> list[TileGrid]:
     """Return the tiles of each tensor of a bucket, as one rank has it.
 
     Experts are stacked on the first dimension, and each counts as a tensor of its own: so they have the same scales

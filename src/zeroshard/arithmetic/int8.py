@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..device import ask, chunk, divisor
-from ..layout.partition import BLOCK, Bucket
+from ..layout.partition import BLOCK, BucketPlan
 from .stand_ins import twin
 from .sums import simulated
 
@@ -38,7 +38,7 @@ def nbytes(numel: int) -> int:
     return numel // BLOCK * BYTES
 
 
-def coded(bucket: Bucket) -> Bucket:
+def coded(bucket: BucketPlan) -> BucketPlan:
     """Return a bucket whose elements are the bytes of its messages, with bounds to match."""
     return replace(bucket, numel=nbytes(bucket.numel), bounds=tuple(map(nbytes, bucket.bounds)))
 
@@ -50,7 +50,7 @@ def _mixed(bits: Tensor) -> Tensor:
     return bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF))
 
 
-def _seeds(bucket: Bucket, device: torch.device) -> Tensor:
+def _seeds(bucket: BucketPlan, device: torch.device) -> Tensor:
     """Return int32 [blocks]: a hash of the parameter's name and of the block's number in it; 0 for padding."""
     seeds = torch.zeros(bucket.numel // BLOCK, dtype=torch.int32, device="cpu")
     for slot in bucket.slots:
@@ -61,7 +61,7 @@ def _seeds(bucket: Bucket, device: torch.device) -> Tensor:
     return seeds.to(device, non_blocking=True)  # else the host would wait for all the device's work
 
 
-def encode_(message: Tensor, values: Tensor, bucket: Bucket) -> None:
+def encode_(message: Tensor, values: Tensor, bucket: BucketPlan) -> None:
     """Set message = a bucket's gradients in 8 bits, as bytes. Both are 1-D; padding in `values` becomes zero."""
     if simulated(message):
         return

@@ -23,11 +23,11 @@ from ..comm.agreement import Group
 from ..engine.build.supported_optimizers import block_of, check_named
 from ..engine.step.fragment import Fragment, fixed_shapes, is_like, per_element
 from ..engine.step.optim import Binding
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..engine.weights.flat import Flat
 from ..engine.weights.unit import Managed
 from ..errors import CheckpointError
-from ..layout.partition import Bucket, Slot, plain_name
+from ..layout.partition import BucketPlan, Slot, plain_name
 from ..layout.shard_dim import ONE_STRIP, Elements, Strips
 from ..layout.states import placements
 from ..policies.precision import Precision
@@ -47,14 +47,14 @@ class ModelState:
 
     model: nn.Module
     managed: list[Managed]
-    buffers: list[Buffer]
+    buckets: list[Bucket]
     bindings: list[Binding]
     group: Group
     stage: int
     seed: int
     records: list[Managed] = field(default_factory=list)  # the managed parameters, then the ignored ones
-    alone: dict[int, Buffer] = field(default_factory=dict)  # ignored parameters by id, each as a bucket of its own
-    places: dict[str, tuple[Buffer, Slot]] = field(default_factory=dict)  # parameter -> its buffer and slot
+    alone: dict[int, Bucket] = field(default_factory=dict)  # ignored parameters by id, each as a bucket of its own
+    places: dict[str, tuple[Bucket, Slot]] = field(default_factory=dict)  # parameter -> its bucket and slot
 
     def __post_init__(self) -> None:
         found = {id(record.param): record for record in self.managed}
@@ -64,9 +64,9 @@ class ModelState:
                 record.names.append(plain_name(name))
                 self.alone[id(param)] = _alone(record, self.group)
         self.records = list(found.values())
-        for buffer in (*self.buffers, *self.alone.values()):
-            for slot in buffer.bucket.slots:
-                self.places[slot.name] = buffer, slot
+        for bucket in (*self.buckets, *self.alone.values()):
+            for slot in bucket.plan.slots:
+                self.places[slot.name] = bucket, slot
 
     moving: Any = None  # the average of the weights, if there is one
     batches: Any = None  # the micro-batches of a run, if zeroshard gives them out
@@ -77,22 +77,22 @@ class ModelState:
 
     def shape(self, record: Managed) -> tuple[int, ...]:
         """Return the shape of the whole parameter, of which this rank may hold only some rows."""
-        buffer, slot = self.places[record.name]
-        return buffer.among(slot).shape
+        bucket, slot = self.places[record.name]
+        return bucket.among(slot).shape
 
     @contextlib.contextmanager
     def saved_in(self, folder: Path) -> Iterator[Saved]:
         """Open a checkpoint, with its lists of experts under the names that they have in this model."""
-        rows = [(buffer, slot) for buffer in self.buffers if buffer.bucket.axis for slot in buffer.bucket.slots]
+        rows = [(bucket, slot) for bucket in self.buckets if bucket.plan.axis for slot in bucket.plan.slots]
         with Saved.open(folder, alone=self.group.ranks == 1) as saved:
-            here = {slot.name: Here(buffer.among(slot).shape, buffer.team.seat.parts) for buffer, slot in rows}
+            here = {slot.name: Here(bucket.among(slot).shape, bucket.team.seat.parts) for bucket, slot in rows}
             relist(saved, {name: each for name, each in here.items() if self.strips(name) == ONE_STRIP})
             yield saved
 
     def strips(self, name: str) -> Strips:
         """Return how a parameter's parts lie in the whole tensor, row by row."""
-        buffer, slot = self.places[name]
-        return buffer.among(slot).strips
+        bucket, slot = self.places[name]
+        return bucket.among(slot).strips
 
     def fragments(self, binding: Binding) -> list[Fragment]:
         """Return the optimizer's fragments on this rank, with each of its ignored parameters as one whole fragment."""
@@ -101,17 +101,17 @@ class ModelState:
         return [*binding.fragments, *(Fragment(p, b, 0, Elements(0, p.numel()), tuple(p.shape)) for p, b in alone)]
 
 
-def _alone(record: Managed, group: Group) -> Buffer:
+def _alone(record: Managed, group: Group) -> Bucket:
     """Put a parameter of `Layout.ignore` into a bucket of its own: whole on every rank, saved by rank 0."""
     param, numel = record.param, record.param.numel()
     writable(f"parameter {record.name!r}", param)
     slot, kind = Slot(record.name, tuple(param.shape), 0, numel), (str(param.dtype), param.itemsize)
     key, bounds = (-1, *kind, param.requires_grad), (0, *[numel] * group.team.size)
-    bucket = Bucket(*key, index=-1, slots=(slot,), numel=numel, bounds=bounds)
-    buffer = Buffer(bucket, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
-    buffer.gathered.full = param.detach().reshape(-1)
-    buffer.parameters = Flat(bucket, group, OnDevice(buffer.full), param.dtype, buffer.placements.parameters)
-    return buffer
+    plan = BucketPlan(*key, index=-1, slots=(slot,), numel=numel, bounds=bounds)
+    bucket = Bucket(plan, [param], 1, placements(0), Precision(), group, DeviceTier(param.device, group.ledger))
+    bucket.gathered.full = param.detach().reshape(-1)
+    bucket.parameters = Flat(plan, group, OnDevice(bucket.full), param.dtype, bucket.placements.parameters)
+    return bucket
 
 
 def writable(where: str, tensor: Tensor | Part) -> str:
@@ -127,7 +127,7 @@ def writable(where: str, tensor: Tensor | Part) -> str:
 
 def model_state(engine: Engine) -> ModelState:
     """Return the parts of an engine that a checkpoint is made of, and is loaded into."""
-    parts = engine.managed, engine.buffers, engine.bindings, engine.group, engine.stage, engine.seed
+    parts = engine.managed, engine.buckets, engine.bindings, engine.group, engine.stage, engine.seed
     sources = engine.group.sources if engine.schedule.backward.was_local else 0
     place = engine.position if engine.batches is None else engine.batches.state_dict()
     own = {"moving": engine.moving, "batches": engine.batches, "place": place}
@@ -138,11 +138,11 @@ def model_state(engine: Engine) -> ModelState:
 def ignored_digests(running: ModelState) -> dict[str, str]:
     """Digest ignored parameters and their optimizer states, which no engine averages, so ranks' may differ."""
     found = {}
-    for buffer in running.alone.values():
-        states = [binding.optimizer.state.get(buffer.params[0], {}) for binding in running.bindings]
-        for key, value in [(VALUE, buffer.full), *(item for state in states for item in state.items())]:
+    for bucket in running.alone.values():
+        states = [binding.optimizer.state.get(bucket.params[0], {}) for binding in running.bindings]
+        for key, value in [(VALUE, bucket.full), *(item for state in states for item in state.items())]:
             content = raw(value.detach().cpu().contiguous()) if isinstance(value, Tensor) else repr(value)
-            found[f"{key} of parameter {buffer.bucket.slots[0].name!r}"] = digest(content)
+            found[f"{key} of parameter {bucket.plan.slots[0].name!r}"] = digest(content)
     return found
 
 
@@ -203,7 +203,7 @@ def told_kinds(running: ModelState) -> list[Any]:
         check_named(binding.optimizer)
         parts: dict[str, list[dict[str, Any]]] = {}
         for fragment in running.fragments(binding):
-            if 0 < fragment.param.numel() < math.prod(fragment.buffer.among(fragment.slot).shape):
+            if 0 < fragment.param.numel() < math.prod(fragment.bucket.among(fragment.slot).shape):
                 kept, name = binding.states.kept(fragment), fragment.slot.name
                 told = {state_name(name, key): _told(fragment, key, value) for key, value in kept.items()}
                 parts.setdefault(name, []).append(told)
@@ -215,12 +215,12 @@ def told_kinds(running: ModelState) -> list[Any]:
 def _holding(binding: Binding) -> dict[str, int]:
     """Return the number of the group that holds this rank's part, by name of each parameter that is cut; -1: none."""
     groups = {id(p): number for number, group in enumerate(binding.optimizer.param_groups) for p in group["params"]}
-    held = {(id(each.buffer), each.position): groups.get(id(each.param), -1) for each in binding.fragments}
+    held = {(id(each.bucket), each.position): groups.get(id(each.param), -1) for each in binding.fragments}
     found = {}
     for place in (member.place for member in binding.members):
-        buffer, slot = place.buffer, place.buffer.bucket.slots[place.position]
-        if 0 < slot.within(*buffer.updated).numel < math.prod(buffer.among(slot).shape):
-            found[slot.name] = held.get((id(buffer), place.position), -1)
+        bucket, slot = place.bucket, place.bucket.plan.slots[place.position]
+        if 0 < slot.within(*bucket.updated).numel < math.prod(bucket.among(slot).shape):
+            found[slot.name] = held.get((id(bucket), place.position), -1)
     return found
 
 
@@ -293,13 +293,13 @@ def _agreed(name: str, key: str, told: Sequence[Any], kinds: Kinds) -> bool:
 
 
 def pieces(running: ModelState) -> Iterator[Piece]:
-    for buffer in (*running.buffers, *running.alone.values()):
-        for slot in buffer.bucket.slots:
-            own, at = slot.within(*buffer.saves), buffer.among(slot).offset
+    for bucket in (*running.buckets, *running.alone.values()):
+        for slot in bucket.plan.slots:
+            own, at = slot.within(*bucket.saves), bucket.among(slot).offset
             if own.numel:
-                value = buffer.updating.part(slot.start + own.start, slot.start + own.stop)
+                value = bucket.updating.part(slot.start + own.start, slot.start + own.stop)
                 yield Piece(slot.name, VALUE, at + own.start, at + own.stop, value.plain())
-                mean = None if running.moving is None else running.moving.part(buffer, slot, own.start, own.stop)
+                mean = None if running.moving is None else running.moving.part(bucket, slot, own.start, own.stop)
                 if mean is not None:
                     yield Piece(slot.name, AVERAGE, at + own.start, at + own.stop, mean.plain())
     for name, key, value, held, own, grain in _kept(running):
@@ -337,7 +337,7 @@ def _kept(running: ModelState) -> Iterator[tuple[str, str, Any, int, Elements, i
     for binding, kinds in zip(running.bindings, running.kinds or local, strict=True):
         for fragment in running.fragments(binding):
             part, own = fragment.elements, fragment.saved
-            at = fragment.buffer.among(fragment.slot).offset
+            at = fragment.bucket.among(fragment.slot).offset
             if part.numel and own.numel:
                 for key, value in binding.states.kept(fragment).items():
                     grain = kinds.grain(fragment, key, value)
@@ -388,7 +388,7 @@ def options(running: ModelState, binding: Binding) -> dict[str, Any]:
             if key not in ("params", "param_names"):
                 told[key] = _option(value)
         names = members.get(id(group), [])
-        names += [running.alone[id(p)].bucket.slots[0].name for p in group["params"] if id(p) in running.alone]
+        names += [running.alone[id(p)].plan.slots[0].name for p in group["params"] if id(p) in running.alone]
         made = {k: [list(v.shape), DTYPES[v.dtype]] for k, v in group.items() if isinstance(v, Tensor)}
         groups.append({"parameters": names, "options": told} | ({"tensors": made} if made else {}))
     return {"class": type(binding.optimizer).__name__, "groups": groups}

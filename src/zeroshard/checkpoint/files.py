@@ -101,7 +101,7 @@ class _NewFile:
     def __init__(self, path: Path) -> None:
         self.nbytes = 0
         self.digests: list[str] = []
-        self._buffer = memoryview(mmap.mmap(-1, BLOCK))  # O_DIRECT wants memory, offset and length in whole pages
+        self._block = memoryview(mmap.mmap(-1, BLOCK))  # O_DIRECT wants memory, offset and length in whole pages
         self._filled = 0
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         import fcntl
@@ -125,15 +125,15 @@ class _NewFile:
     def write(self, view: memoryview) -> None:
         while view.nbytes:
             taken = min(view.nbytes, BLOCK - self._filled)
-            self._buffer[self._filled : self._filled + taken] = view[:taken]
+            self._block[self._filled : self._filled + taken] = view[:taken]
             view, self._filled = view[taken:], self._filled + taken
             if self._filled == BLOCK:
                 self._flush()
 
     def _flush(self) -> None:
         if self._filled:
-            self.digests.append(digest(self._buffer[: self._filled]))
-            at, pages = self.nbytes, self._buffer[: -(-self._filled // mmap.PAGESIZE) * mmap.PAGESIZE]
+            self.digests.append(digest(self._block[: self._filled]))
+            at, pages = self.nbytes, self._block[: -(-self._filled // mmap.PAGESIZE) * mmap.PAGESIZE]
             self.nbytes, self._filled = self.nbytes + self._filled, 0
             while pages.nbytes:
                 done = self._put(pages, at)

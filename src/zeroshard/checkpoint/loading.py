@@ -20,7 +20,7 @@ from ..comm.agreement import Group
 from ..comm.all_or_none import Together, problem_of
 from ..engine.step.fragment import Fragment, by_parameter, fresh_states, made_of, planes, rests_away
 from ..engine.step.optim import Binding
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..errors import CheckpointError, PeerError
 from ..layout.partition import Slot
 from ..layout.shard_dim import ONE_STRIP, Strips
@@ -328,7 +328,7 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
     saved.reader.check_share(running.group.rank, running.group.ranks)
     fitting = dict.fromkeys(  # in the order of the buckets: what rests in a file comes to memory once
         record.name
-        for record in sorted(running.records, key=lambda record: running.places[record.name][0].bucket.index)
+        for record in sorted(running.records, key=lambda record: running.places[record.name][0].plan.index)
         if record.name in saved.parameters and saved.parameters[record.name].shape == running.shape(record)
     )
     for name in fitting:
@@ -368,22 +368,22 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
 
 
 def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -> None:
-    buffer, slot = running.places[name]
-    updated, key, alone = slot.within(*buffer.updated), (name, VALUE), buffer.codec.of_masters
-    staged.values[name] = value = _wanted(saved, key, buffer, slot, *(updated if alone else resting(running, name)))
-    mean = running.moving.part(buffer, slot, *updated) if running.moving and (name, AVERAGE) in saved.cut else None
+    bucket, slot = running.places[name]
+    updated, key, alone = slot.within(*bucket.updated), (name, VALUE), bucket.codec.of_masters
+    staged.values[name] = value = _wanted(saved, key, bucket, slot, *(updated if alone else resting(running, name)))
+    mean = running.moving.part(bucket, slot, *updated) if running.moving and (name, AVERAGE) in saved.cut else None
     if mean is not None:
-        staged.fills.append((mean, _wanted(saved, (name, AVERAGE), buffer, slot, *updated)))
-    if buffer.master is not None:
-        staged.masters[name] = value if alone else _wanted(saved, key, buffer, slot, *updated)
+        staged.fills.append((mean, _wanted(saved, (name, AVERAGE), bucket, slot, *updated)))
+    if bucket.master is not None:
+        staged.masters[name] = value if alone else _wanted(saved, key, bucket, slot, *updated)
 
 
-def _wanted(saved: Saved, key: tuple[str, str], buffer: Buffer, slot: Slot, start: int, stop: int) -> Cut:
+def _wanted(saved: Saved, key: tuple[str, str], bucket: Bucket, slot: Slot, start: int, stop: int) -> Cut:
     """Register elements [start, stop) of a slot with the reader, and return them as a `Cut`.
 
     Of a state with one element per block it is those of the blocks that hold these elements.
     """
-    among, grain = buffer.among(slot), saved.grains.get(key, 1)
+    among, grain = bucket.among(slot), saved.grains.get(key, 1)
     at, strips = among.offset, among.strips if grain == 1 else ONE_STRIP
     cut = Cut(saved, key, (at + start) // grain, -(-(at + stop) // grain), strips)
     saved.want(*cut[1:])
@@ -403,7 +403,7 @@ def _states(staged: Staged, saved: Saved, binding: Binding, fragment: Fragment, 
         if state not in inside:
             states[state] = _state(staged, saved, stored, binding, fragment, match)
         elif (name, stored) in saved.cut:
-            wanted = _wanted(saved, (name, stored), fragment.buffer, fragment.slot, *fragment.elements)
+            wanted = _wanted(saved, (name, stored), fragment.bucket, fragment.slot, *fragment.elements)
             staged.fills.append((inside[state].view(-1), wanted))
         else:
             staged.fills.append((inside[state], saved.read(saved.whole[name, stored])))
@@ -422,11 +422,11 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
             dtype = like.dtype  # else the optimizer's class chose a dtype of its own
         if dtype.is_floating_point and isinstance(place, Tensor) and grain == 1:
             dtype = place.dtype
-        buffer, slot, part = fragment.buffer, fragment.slot, fragment.elements
-        if rests_away(buffer) and grain == 1:
+        bucket, slot, part = fragment.bucket, fragment.slot, fragment.elements
+        if rests_away(bucket) and grain == 1:
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)
-            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, buffer, slot, *part)))
+            staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, bucket, slot, *part)))
             return blank
         shape = like.shape if grain == 1 else torch.Size([-(-part.stop // grain) - part.start // grain])
         wanted = shape, dtype, like.device
@@ -434,7 +434,7 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
             isinstance(place, Tensor) and place.is_contiguous() and (place.shape, place.dtype, place.device) == wanted
         ):
             place = torch.empty(shape, dtype=dtype, device=like.device)
-        staged.fills.append((place.view(-1), _wanted(saved, key, buffer, slot, *part)))
+        staged.fills.append((place.view(-1), _wanted(saved, key, bucket, slot, *part)))
         return place
     tensor = saved.read(saved.whole[key])
     on_device = group.get("fused") or group.get("capturable") or tensor.dim()
@@ -476,21 +476,21 @@ def _as_it_was(mine: Any, saved: Any) -> Any:
 
 def resting(running: ModelState, name: str) -> tuple[int, int]:
     """Return (first, end) of a parameter's elements that rest on this rank."""
-    buffer, slot = running.places[name]
-    part = slot.within(*buffer.rests)
+    bucket, slot = running.places[name]
+    part = slot.within(*bucket.rests)
     return part.start, part.stop
 
 
 @torch.no_grad()
 def put(running: ModelState, name: str, value: Tensor | Cut, master: Tensor | Cut | None) -> None:
     """Write the elements of one parameter that rest on this rank, and those of its master that it updates."""
-    buffer, slot = running.places[name]
+    bucket, slot = running.places[name]
     at = slot.start + resting(running, name)[0]
-    if not buffer.codec.of_masters:  # else they are made of the masters
-        _put(buffer.parameters.part(at, at + value.numel()), value)
-    if master is not None and buffer.master is not None:
-        at = slot.start + slot.within(*buffer.updated).start
-        _put(buffer.updating.part(at, at + master.numel()), master)
+    if not bucket.codec.of_masters:  # else they are made of the masters
+        _put(bucket.parameters.part(at, at + value.numel()), value)
+    if master is not None and bucket.master is not None:
+        at = slot.start + slot.within(*bucket.updated).start
+        _put(bucket.updating.part(at, at + master.numel()), master)
 
 
 def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
@@ -502,15 +502,15 @@ def _put(place: Tensor | Part, value: Tensor | Cut) -> None:
 
 def renew(running: ModelState) -> None:
     """Make parameters show the loaded weights: gathered copies and noted edits of the ones before are dropped."""
-    for buffer in running.alone.values():
-        param = buffer.params[0]
-        param.detach().copy_(buffer.full.view_as(param))  # the same memory, unless the parameter is not contiguous
+    for bucket in running.alone.values():
+        param = bucket.params[0]
+        param.detach().copy_(bucket.full.view_as(param))  # the same memory, unless the parameter is not contiguous
         param.grad = None
-    for buffer in running.buffers:
-        buffer.gathered.current &= buffer.resident
-        buffer.edits.mark_followed()
-        buffer.changed()
-        buffer.parameters.settle()
+    for bucket in running.buckets:
+        bucket.gathered.current &= bucket.resident
+        bucket.edits.mark_followed()
+        bucket.changed()
+        bucket.parameters.settle()
 
 
 def _no_folder_of_checkpoints(path: Path) -> tuple[str, str] | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..comm.agreement import Group
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from .content import model_state
 from .replicas import check_replicas
 from .saving import Saving, wait_for_all_saves
@@ -26,6 +26,6 @@ class Meeting:
         """Wait for these saves on all ranks. Raises `CheckpointError` on every rank if one was lost."""
         wait_for_all_saves(group)
 
-    def compare(self, engine: Engine, buffers: Sequence[Buffer]) -> None:
+    def compare(self, engine: Engine, buckets: Sequence[Bucket]) -> None:
         """Compare what several ranks hold of these buckets. Raises `PeerError` on every rank where they differ."""
-        check_replicas(model_state(engine), buffers, engine.group.numbers["checkpoint"])
+        check_replicas(model_state(engine), buckets, engine.group.numbers["checkpoint"])

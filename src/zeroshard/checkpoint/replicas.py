@@ -25,7 +25,7 @@ from torch import Tensor
 from ..arithmetic.digests import raw
 from ..arithmetic.sums import simulated
 from ..comm.agreement import Group
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..errors import PeerError, TierError
 from ..events import ends
 from ..layout.stage import Degree
@@ -35,14 +35,14 @@ from .content import ModelState
 _CHUNK = 1 << 22  # elements that are brought from a device at a time
 
 
-def check_replicas(running: ModelState, buffers: Sequence[Buffer], number: int) -> None:
+def check_replicas(running: ModelState, buckets: Sequence[Bucket], number: int) -> None:
     """Raise `PeerError` on every rank if several ranks hold something of these buckets differently."""
     group = running.group
-    if group.ranks == 1 or any(simulated(buffer.full) for buffer in buffers):
+    if group.ranks == 1 or any(simulated(bucket.full) for bucket in buckets):
         return
     digests = dict.fromkeys(("", *_WORDS), 0)
     try:
-        found = list(_digests(running, buffers))
+        found = list(_digests(running, buckets))
         for kind in digests:
             of_kind = [item for item in found if _kind(item[0]) == kind]
             digests[kind] = xxhash.xxh3_64_intdigest(repr(of_kind).encode()) >> 1
@@ -55,14 +55,14 @@ def check_replicas(running: ModelState, buffers: Sequence[Buffer], number: int) 
         for holders in _all_holders(kind, group)
     ):
         return
-    everyone = group.describe(dict(_digests(running, buffers, by_tensor=True)))
+    everyone = group.describe(dict(_digests(running, buckets, by_tensor=True)))
     for label in dict.fromkeys(label for told in everyone for label in told):
         ranks = _holders(label, group)
         kinds = {rank: everyone[rank].get(label, _NOTHING) for rank in ranks}
         others = [rank for rank in ranks if kinds[rank] != kinds[ranks[0]]]
         if others:
             first, words = ranks[0], f"ranks {others}" if len(others) > 1 else f"rank {others[0]}"
-            at = _first_difference(running, buffers, label, kinds)
+            at = _first_difference(running, buckets, label, kinds)
             raise PeerError(
                 "the ranks hold different copies of what each of them has whole",
                 where=f"{label}, rank {first} and {words}"
@@ -104,38 +104,38 @@ def _holders(label: str, group: Group) -> list[int]:
 
 
 def _items(
-    running: ModelState, buffers: Sequence[Buffer], *, by_tensor: bool
+    running: ModelState, buckets: Sequence[Bucket], *, by_tensor: bool
 ) -> Iterator[tuple[str, Tensor | Part | Any]]:
     """Yield (label, content) of all that other ranks hold too, bucket by bucket or parameter by parameter."""
     seat, rows = running.group.team.seat, running.group.axis_team.seat
 
-    def shared(buffer: Buffer, degree: Degree) -> bool:
-        return degree is Degree.RANK or (degree is Degree.TEAM and not buffer.team.seat.sole)
+    def shared(bucket: Bucket, degree: Degree) -> bool:
+        return degree is Degree.RANK or (degree is Degree.TEAM and not bucket.team.seat.sole)
 
-    def held(buffer: Buffer, degree: Degree) -> str:
+    def held(bucket: Bucket, degree: Degree) -> str:
         if degree is Degree.TEAM:
             return f"shard {seat.position} of "
-        return f"part {rows.part} of " if buffer.bucket.axis else ""
+        return f"part {rows.part} of " if bucket.plan.axis else ""
 
-    for buffer in buffers:
-        flats = [("", buffer.parameters)] * (buffer.parameters is not buffer.master)
-        flats += [] if buffer.master is None else [("master of ", buffer.master)]
+    for bucket in buckets:
+        flats = [("", bucket.parameters)] * (bucket.parameters is not bucket.master)
+        flats += [] if bucket.master is None else [("master of ", bucket.master)]
         for what, flat in flats:
-            if shared(buffer, flat.degree):
-                parts = [(f"bucket {buffer.bucket.index}", flat.first, flat.last)]
+            if shared(bucket, flat.degree):
+                parts = [(f"bucket {bucket.plan.index}", flat.first, flat.last)]
                 if by_tensor:
-                    slots = [(slot, slot.within(flat.first, flat.last)) for slot in buffer.bucket.slots]
+                    slots = [(slot, slot.within(flat.first, flat.last)) for slot in bucket.plan.slots]
                     parts = [
                         (f"parameter {s.name!r}", s.start + p.start, s.start + p.stop) for s, p in slots if p.numel
                     ]
                 for name, start, stop in parts:
-                    yield held(buffer, flat.degree) + what + name, flat.part(start, stop)
-    chosen = {buffer.bucket.index for buffer in buffers if shared(buffer, buffer.placements.optimizer)}
+                    yield held(bucket, flat.degree) + what + name, flat.part(start, stop)
+    chosen = {bucket.plan.index for bucket in buckets if shared(bucket, bucket.placements.optimizer)}
     for binding in running.bindings:
         for fragment in binding.fragments:
-            if fragment.buffer.bucket.index in chosen:
+            if fragment.bucket.plan.index in chosen:
                 for key, value in binding.states.kept(fragment).items():
-                    of = held(fragment.buffer, fragment.buffer.placements.optimizer)
+                    of = held(fragment.bucket, fragment.bucket.placements.optimizer)
                     at = f" from element {fragment.elements.start}" if fragment.slot.matrix else ""
                     yield f"{of}state {key!r} of parameter {fragment.slot.name!r}{at}", value
 
@@ -144,8 +144,8 @@ Kind = tuple[str, int | None, str]  # shape and dtype, or a value's repr; a tens
 _NOTHING: Kind = ("nothing", None, "")
 
 
-def _digests(running: ModelState, buffers: Sequence[Buffer], *, by_tensor: bool = False) -> Iterator[tuple[str, Any]]:
-    for label, value in _items(running, buffers, by_tensor=by_tensor):
+def _digests(running: ModelState, buckets: Sequence[Bucket], *, by_tensor: bool = False) -> Iterator[tuple[str, Any]]:
+    for label, value in _items(running, buckets, by_tensor=by_tensor):
         if not isinstance(value, (Tensor, Part)):
             yield label, [repr(value), None, ""]
             continue
@@ -160,7 +160,7 @@ def _digests(running: ModelState, buffers: Sequence[Buffer], *, by_tensor: bool 
 
 
 def _first_difference(
-    running: ModelState, buffers: Sequence[Buffer], label: str, kinds: dict[int, Any]
+    running: ModelState, buckets: Sequence[Bucket], label: str, kinds: dict[int, Any]
 ) -> dict[int, str]:
     """Describe, for each holder, the first element that differs, or the kind of the tensor if that differs.
 
@@ -172,7 +172,7 @@ def _first_difference(
         return {rank: kind[0] for rank, kind in kinds.items()}
     mine = torch.empty(numel, dtype=getattr(torch, text.rpartition("torch.")[2]), device=group.device)
     if group.rank in kinds:
-        own = next(value for name, value in _items(running, buffers, by_tensor=True) if name == label)
+        own = next(value for name, value in _items(running, buckets, by_tensor=True) if name == label)
         with present(own) as here:
             mine.copy_(here.detach().reshape(-1))
     theirs = mine.clone()

@@ -217,8 +217,8 @@ def _train(asked: Check, stage: int, place: Launch, folder: Path) -> dict[str, A
             optimizer.step()
             optimizer.zero_grad()
         inside = max(inside, _memory("VmHWM") - before)
-    for buffer in zero._engine.buffers:  # until here memory may be lent to other ranks
-        buffer.land()
+    for bucket in zero._engine.buckets:  # until here memory may be lent to other ranks
+        bucket.land()
     ledger = zero.ledger()
     return {
         "tiers": {tier: {state: n for state, n in held.items() if n} for tier, held in ledger.tiers.items()},

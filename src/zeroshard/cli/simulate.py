@@ -124,8 +124,8 @@ def clock(run: Simulation, cluster: Cluster, *, ordered: bool) -> timeline.Timel
 def natively(run: Simulation, cluster: Cluster) -> timeline.Timeline:
     """Put the step on the clock as if the backend added: reductions travel in the accumulator's dtype then."""
     wider = {
-        bucket.index: Fraction(buffer.grad_dtype.itemsize, buffer.reduce_dtype.itemsize)
-        for bucket, buffer in zip(run.zero.partition.buckets, run.zero._engine.buffers, strict=True)
+        plan.index: Fraction(bucket.grad_dtype.itemsize, bucket.reduce_dtype.itemsize)
+        for plan, bucket in zip(run.zero.partition.buckets, run.zero._engine.buckets, strict=True)
     }
     events = [
         replace(event, logical=math.ceil(event.logical * max(wider.get(event.bucket, 1), 1)))

@@ -37,7 +37,7 @@ from ..device import captured
 from ..errors import Error, PeerError, StateError, UserError
 from ..events import Event, Ledger, ends
 from ..layout.mesh import Grid
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from .frames import Call
 from .transport import Team, count
 
@@ -130,10 +130,10 @@ class Party(Protocol):
     def edits(self) -> str:
         """Return the edits of gradients by numbers, as text that ranks compare."""
 
-    def bucket(self, index: int) -> Bucket: ...
+    def plan(self, index: int) -> BucketPlan: ...
 
-    def travelling(self, index: int) -> Bucket:
-        """Return the bucket, counted in the elements that its gradients are sent as."""
+    def travelling(self, index: int) -> BucketPlan:
+        """Return the plan of a bucket, counted in the elements that its gradients are sent as."""
 
     def recovery_copy(self, bucket: int, state: str) -> Tensor | None:
         """Return a whole bucket of a state, 1-D, with this rank's shard valid, because other ranks wait for that."""
@@ -294,16 +294,16 @@ class Group:
     def _broadcast(self, tensor: Tensor, source: int, ahead: bool) -> None:
         pass
 
-    def team_of(self, bucket: Bucket) -> Team:
+    def team_of(self, plan: BucketPlan) -> Team:
         """Return the team of ranks that shard a bucket."""
-        return self.axis_team if bucket.axis else self.team
+        return self.axis_team if plan.axis else self.team
 
-    def give_all(self, tensor: Tensor, bucket: Bucket, source: int = 0) -> None:
+    def give_all(self, tensor: Tensor, plan: BucketPlan, source: int = 0) -> None:
         """Copy the source rank's tensor, a whole bucket, to all ranks.
 
         For a bucket along an axis, every team gets the tensor of its own rank at the source's position.
         """
-        if bucket.axis:
+        if plan.axis:
             self.axis_team.broadcast(tensor, self.axis_team.seat.position_of(source))
         else:
             self.broadcast(tensor, source)

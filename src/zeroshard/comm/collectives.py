@@ -369,7 +369,7 @@ class Link:
         whole = group.party.recovery_copy(bucket, state) if group is not None and group.party and state else None
         own = None
         if whole is not None and whole.numel() * whole.itemsize == nbytes:
-            cut = group.party.bucket(bucket)
+            cut = group.party.plan(bucket)
             first, last = cut.shard(group.team_of(cut).position)
             own = whole[first:last].view(torch.uint8)
             if join := group.team_of(cut).memory.joins.get((verb, bucket)):

@@ -11,7 +11,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from ..events import Ledger
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import Seat
 from .collectives import Link, all_gather, dtype_name, to_each
 from .launch_log import Stream
@@ -43,32 +43,32 @@ class ProcessTeam(Team):
     def messages(self, tier: Any) -> Any:
         return tier if self.memory is None else Messages(self.memory.host, tier)
 
-    def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
+    def contributions(self, send: Tensor, receive: Tensor, plan: BucketPlan, sources: int = 1) -> list[Tensor]:
         if self.memory is None:
-            return super().contributions(send, receive, bucket, sources)
-        return self.memory.contributions(send, bucket, sources)
+            return super().contributions(send, receive, plan, sources)
+        return self.memory.contributions(send, plan, sources)
 
-    def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
+    def _gather(self, full: Tensor, plan: BucketPlan, state: str) -> list[Any]:
         if self.size == 1:
             return []
         if self.memory is not None:
-            return self.memory.gather(full, bucket, state)
+            return self.memory.gather(full, plan, state)
         raw, link, stream = full.view(torch.uint8), self.link, self._gathers
-        cuts = [bound * full.itemsize for bound in bucket.bounds]
+        cuts = [bound * full.itemsize for bound in plan.bounds]
         if self.queued and len({high - low for low, high in pairwise(cuts)}) == 1:
             own = raw[cuts[self.position] : cuts[self.position + 1]]
-            what = "all_gather", link.engine, bucket.index, own.numel(), state
+            what = "all_gather", link.engine, plan.index, own.numel(), state
             return [link.launch(stream, what, *all_gather(stream, raw, own))]
-        told = bucket.index, state, raw.numel()
+        told = plan.index, state, raw.numel()
         return [
             link.broadcast(stream, raw[low:high], source, told, low)
             for source, (low, high) in zip(self._global, pairwise(cuts), strict=True)
             if high > low
         ]
 
-    def to_owners(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
+    def to_owners(self, send: Tensor, receive: Tensor, plan: BucketPlan) -> tuple[Any, ...]:
         """Return the call that sends every rank's contribution to each shard to the shard's owner."""
-        bounds = bucket.bounds
+        bounds = plan.bounds
         own = [bounds[self.position + 1] - bounds[self.position]] * self.size
         splits = [high - low for low, high in pairwise(bounds)]
         if self.arriving < self.size:
@@ -76,28 +76,28 @@ class ProcessTeam(Team):
             own[self.position] = splits[self.position] = 0
         return to_each(self._reductions, send, receive, splits, own)
 
-    def scatter(self, send: Tensor, receive: Tensor, bucket: Bucket) -> tuple[Any, ...]:
+    def scatter(self, send: Tensor, receive: Tensor, plan: BucketPlan) -> tuple[Any, ...]:
         """Return the call that sends the backend's sum of all contributions to each shard's owner."""
         group, options = self._reductions.group, c10d.ReduceScatterOptions()
         options.asyncOp = True
         return getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base, receive, send, options
 
-    def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[Any]:
+    def _reduce(self, send: Tensor, receive: Tensor, plan: BucketPlan, sources: int) -> list[Any]:
         if self.size == 1:
             return []
         if self.memory is not None:
-            return self.memory.reduce(send, bucket)
-        what, link = ("reduce", self.link.engine, bucket.index, dtype_name(send.dtype)), self.link
+            return self.memory.reduce(send, plan)
+        what, link = ("reduce", self.link.engine, plan.index, dtype_name(send.dtype)), self.link
         return [
-            link.launch(self._reductions, what, *self.to_owners(sent, came, bucket))
-            for sent, came in self._by_source(send, receive, bucket, sources)
+            link.launch(self._reductions, what, *self.to_owners(sent, came, plan))
+            for sent, came in self._by_source(send, receive, plan, sources)
         ]
 
-    def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
+    def _reduce_native(self, send: Tensor, receive: Tensor, plan: BucketPlan) -> list[Any]:
         if self.size == 1:
-            return super()._reduce_native(send, receive, bucket)
-        what, link = ("reduce natively", self.link.engine, bucket.index, dtype_name(send.dtype)), self.link
-        return [link.launch(self._reductions, what, *self.scatter(send, receive, bucket))]
+            return super()._reduce_native(send, receive, plan)
+        what, link = ("reduce natively", self.link.engine, plan.index, dtype_name(send.dtype)), self.link
+        return [link.launch(self._reductions, what, *self.scatter(send, receive, plan))]
 
     def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
         if self.size == 1:

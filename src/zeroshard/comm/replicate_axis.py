@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import Seat
 from .collectives import Link, dtype_name, exchange
 from .groups import Wanted
@@ -63,20 +63,20 @@ class Column:
     def __init__(self, team: Team) -> None:
         self._of = weakref.ref(team)  # owns this one
 
-    def share(self, shard: Tensor, bucket: Bucket, state: str, *, gathers: bool = False) -> Work:
+    def share(self, shard: Tensor, plan: BucketPlan, state: str, *, gathers: bool = False) -> Work:
         """Share a 1-D shard between replicas in place: each replica's part of it arrives at all other replicas.
 
         gathers: this is a gather's first level, which may be under way at the same time as sums.
         """
         team = self._of()
         assert team is not None
-        seat, wait, first = team.seat, team.wait, bucket.shard(team.position)[0]
-        cuts = [0, *((last - first) * shard.itemsize for _, last in bucket.portions(seat))]
+        seat, wait, first = team.seat, team.wait, plan.shard(team.position)[0]
+        cuts = [0, *((last - first) * shard.itemsize for _, last in plan.portions(seat))]
         nbytes, own = cuts[-1], cuts[seat.replica + 1] - cuts[seat.replica]
         sent, received = own * (seat.replicas - 1), nbytes - own
-        event = count(team.ledger, seat.replicas, "share", nbytes, sent, received, state, bucket.index)
+        event = count(team.ledger, seat.replicas, "share", nbytes, sent, received, state, plan.index)
         handles = self._share(shard.view(torch.uint8), cuts, gathers)
-        return Work(handles, event, lambda handle: wait("share", bucket.index, handle))
+        return Work(handles, event, lambda handle: wait("share", plan.index, handle))
 
     def _share(self, raw: Tensor, cuts: Sequence[int], gathers: bool) -> list[Any]:
         return []

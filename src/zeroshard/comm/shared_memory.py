@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from ..layout.limits import aligned
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import Seat
 from .host_peers import DROPPED, MEMORY, POSTED, READ, WHOLE, Descriptor, Neighbours, Notice, meet
 from .launch_log import Launch, Stream
@@ -414,12 +414,12 @@ class Exchange:
         # By verb and bucket: the call that joins such a collective in a levelling, if others have launched it.
         self.joins: dict[tuple[str, int], Callable[[SharedStream, Launch, Tensor, int], None]] = {}
 
-    def gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
+    def gather(self, full: Tensor, plan: BucketPlan, state: str) -> list[Any]:
         raw = full.view(torch.uint8)
-        places = [raw[low * full.itemsize : high * full.itemsize] for low, high in pairwise(bucket.bounds)]
+        places = [raw[low * full.itemsize : high * full.itemsize] for low, high in pairwise(plan.bounds)]
         into = [(rank, place) for rank, place in zip(self._members, places, strict=True) if place.numel()]
         own = places[self._sits.position]
-        what = "lend", self._link.engine, bucket.index, state, raw.numel()
+        what = "lend", self._link.engine, plan.index, state, raw.numel()
         lent, host = self.host.take(own.numel(), torch.uint8), self.host
 
         def land(posted: dict[int, Notice]) -> None:
@@ -433,8 +433,8 @@ class Exchange:
         finally:
             self.host.free(lent)
 
-    def reduce(self, send: Tensor, bucket: Bucket) -> list[Any]:
-        what = "lend", self._link.engine, bucket.index, "", send.numel() * send.itemsize
+    def reduce(self, send: Tensor, plan: BucketPlan) -> list[Any]:
+        what = "lend", self._link.engine, plan.index, "", send.numel() * send.itemsize
         return [self.launch(self._reductions, what, send, None)]
 
     def whole(self, nbytes: int) -> Whole:
@@ -458,13 +458,13 @@ class Exchange:
             self._link.wait("a notice", None, Told(self.host))
         return flight
 
-    def contributions(self, send: Tensor, bucket: Bucket, sources: int) -> list[Tensor]:
+    def contributions(self, send: Tensor, plan: BucketPlan, sources: int) -> list[Tensor]:
         """Return each rank's contribution to this rank's shard, in rank order, once a reduction is through."""
-        first, last = bucket.shard(self._sits.position)
+        first, last = plan.shard(self._sits.position)
         block = self.host.block(send)
         pieces = {} if block is None or block.flight is None else block.flight.pieces(send.dtype)
         sent = [send if rank == self.host.rank else pieces[rank] for rank in self._members]
-        starts = [source * bucket.numel for source in range(sources)]
+        starts = [source * plan.numel for source in range(sources)]
         return self._sits.grid.in_rank_order(
             self._sits.axis, [[piece[at + first : at + last] for piece in sent] for at in starts]
         )

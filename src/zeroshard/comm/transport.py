@@ -11,7 +11,7 @@ Agreement between all ranks, whatever they shard, is in `agreement.py`. If all r
 and reductions may go through memory that they share instead: `shared_memory.py`.
 
 Why not the backend's reduce-scatter: gloo's is an all-reduce inside (twice the bytes), and its order of summation
-depends on where an element lies in the buffer; see docs/decisions/ordered-sum.md.
+depends on where an element lies in the message; see docs/decisions/ordered-sum.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..device import DeviceEvent
 from ..events import Event, Ledger, ends
 from ..hooks import features, first
 from ..layout.limits import room
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import ALONE, Seat
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Team:
         self.memory: Exchange | None = None  # lets its ranks read each other's memory
         self.queued = False  # does a device's queue wait for collectives, and not a thread?
         # Gathers a bucket if each rank has only a part of its shard: `features/two_level.py`.
-        self.by_levels: Callable[[Team, Tensor, Bucket, str], Work] | None = None
+        self.by_levels: Callable[[Team, Tensor, BucketPlan, str], Work] | None = None
 
     @functools.cached_property
     def column(self) -> Column:
@@ -135,13 +135,13 @@ class Team:
         assert found is not None
         return found
 
-    def gather(self, full: Tensor, bucket: Bucket, state: str) -> Work:
+    def gather(self, full: Tensor, plan: BucketPlan, state: str) -> Work:
         """Gather a whole bucket in place: each shard of `full` becomes that of its owner, on every rank."""
-        nbytes, own = full.numel() * full.itemsize, bucket.shard_numel(self.position) * full.itemsize
+        nbytes, own = full.numel() * full.itemsize, plan.shard_numel(self.position) * full.itemsize
         sent, received = own * (self.size - 1), nbytes - own
-        event = self.count("gather", nbytes, sent, received, state, bucket.index)
-        handles = self._gather(full, bucket, state)
-        work = Work(handles, event, lambda handle: self.wait("gather", bucket.index, handle))
+        event = self.count("gather", nbytes, sent, received, state, plan.index)
+        handles = self._gather(full, plan, state)
+        work = Work(handles, event, lambda handle: self.wait("gather", plan.index, handle))
         if self.shares:
             work.lends(self.ledger, own)
         return work
@@ -164,42 +164,42 @@ class Team:
         """The number of contributions to its shard that a rank reserves memory for: the same on all ranks."""
         return 0 if self.shares else room(self.size)
 
-    def contributions(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> list[Tensor]:
+    def contributions(self, send: Tensor, receive: Tensor, plan: BucketPlan, sources: int = 1) -> list[Tensor]:
         """Return each rank's contribution to this rank's shard, in rank order, once a reduction is through.
 
         With several sources, a rank's contributions are those of the ranks at its position in the team of each part.
         """
-        first, last = bucket.shard(self.position)
+        first, last = plan.shard(self.position)
         found: list[list[Tensor]] = []
-        for sent, came in self._by_source(send, receive, bucket, sources):
+        for sent, came in self._by_source(send, receive, plan, sources):
             pieces = list(came.view(self.arriving, last - first).unbind(0)) if self.arriving else []
             if self.arriving < self.size:
                 pieces.insert(self.position, sent[first:last])
             found.append(pieces)
         return self.seat.grid.in_rank_order(self.seat.axis, found)
 
-    def _by_source(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[tuple[Tensor, Tensor]]:
+    def _by_source(self, send: Tensor, receive: Tensor, plan: BucketPlan, sources: int) -> list[tuple[Tensor, Tensor]]:
         """Return for each source the tensor that is sent, and the memory that contributions arrive in."""
-        own = bucket.shard_numel(self.position)
+        own = plan.shard_numel(self.position)
         room, came = receive.numel() // sources, self.arriving * own
         return [
-            (send[at * bucket.numel : (at + 1) * bucket.numel], receive[at * room : at * room + came])
+            (send[at * plan.numel : (at + 1) * plan.numel], receive[at * room : at * room + came])
             for at in range(sources)
         ]
 
-    def reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int = 1) -> Work:
+    def reduce(self, send: Tensor, receive: Tensor, plan: BucketPlan, sources: int = 1) -> Work:
         """Send every rank's contribution to each shard to the shard's owner.
 
         receive (`room` x this rank's shard, 1-D) gets `arriving` contributions to this rank's shard, in rank order. If
         there are several sources, `send` and `receive` hold a part for each, one after the other.
         """
-        event = self._count_reduce(send, bucket, sources)
-        return self._reduction(self._reduce(send, receive, bucket, sources), event, bucket)
+        event = self._count_reduce(send, plan, sources)
+        return self._reduction(self._reduce(send, receive, plan, sources), event, plan)
 
-    def reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> Work:
+    def reduce_native(self, send: Tensor, receive: Tensor, plan: BucketPlan) -> Work:
         """Reduce by the backend: receive (this rank's shard) gets its sum of all contributions."""
-        event = self._count_reduce(send, bucket)
-        return self._reduction(self._reduce_native(send, receive, bucket), event, bucket)
+        event = self._count_reduce(send, plan)
+        return self._reduction(self._reduce_native(send, receive, plan), event, plan)
 
     def broadcast(self, tensor: Tensor, position: int) -> None:
         """Copy the tensor of the rank at a position to every rank of the team."""
@@ -209,10 +209,10 @@ class Team:
         handles = self._broadcast(tensor, position) if nbytes else []
         Work(handles, event, lambda handle: self.wait("a broadcast", None, handle)).wait()
 
-    def _count_reduce(self, send: Tensor, bucket: Bucket, sources: int = 1) -> Event | None:
-        nbytes, own = send.numel() * send.itemsize, bucket.shard_numel(self.position) * send.itemsize * sources
+    def _count_reduce(self, send: Tensor, plan: BucketPlan, sources: int = 1) -> Event | None:
+        nbytes, own = send.numel() * send.itemsize, plan.shard_numel(self.position) * send.itemsize * sources
         sent, received = nbytes - own, own * (self.size - 1)
-        return self.count("reduce", nbytes, sent, received, "gradients", bucket.index)
+        return self.count("reduce", nbytes, sent, received, "gradients", plan.index)
 
     def count(self, verb: str, nbytes: int, sent: int, received: int, state: str, bucket: int) -> Event | None:
         """Count a collective of the team."""
@@ -222,19 +222,19 @@ class Team:
             )
         return count(self.ledger, self.size, verb, nbytes, sent, received, state, bucket)
 
-    def _reduction(self, handles: list[Any], event: Event | None, bucket: Bucket) -> Work:
-        return Work(handles, event, lambda handle: self.wait("reduce", bucket.index, handle), shares=self.shares)
+    def _reduction(self, handles: list[Any], event: Event | None, plan: BucketPlan) -> Work:
+        return Work(handles, event, lambda handle: self.wait("reduce", plan.index, handle), shares=self.shares)
 
     def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
         return []
 
-    def _gather(self, full: Tensor, bucket: Bucket, state: str) -> list[Any]:
+    def _gather(self, full: Tensor, plan: BucketPlan, state: str) -> list[Any]:
         return []
 
-    def _reduce(self, send: Tensor, receive: Tensor, bucket: Bucket, sources: int) -> list[Any]:
+    def _reduce(self, send: Tensor, receive: Tensor, plan: BucketPlan, sources: int) -> list[Any]:
         return []
 
-    def _reduce_native(self, send: Tensor, receive: Tensor, bucket: Bucket) -> list[Any]:
+    def _reduce_native(self, send: Tensor, receive: Tensor, plan: BucketPlan) -> list[Any]:
         if self.size == 1:
             receive.copy_(send)
         return []

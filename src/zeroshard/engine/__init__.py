@@ -1,1 +1,1 @@
-"""The engine of a step: units and their buffers, gathers and releases, gradients, reductions, and your optimizer."""
+"""The engine of a step: units and their buckets, gathers and releases, gradients, reductions, and your optimizer."""

@@ -41,7 +41,7 @@ from .gradients.sums import Delivery
 from .step.guarded_state import guard
 from .step.optim import Binding
 from .step.schedule import Schedule
-from .weights.buffer import Buffer, Place
+from .weights.bucket import Bucket, Place
 from .weights.codec import Values
 from .weights.guard import (
     cover_constructors,
@@ -72,7 +72,7 @@ class Checkpoints(Protocol):
     def wait(self, group: Group) -> None:
         """Wait for these saves on all ranks."""
 
-    def compare(self, engine: Engine, buffers: Sequence[Buffer]) -> None:
+    def compare(self, engine: Engine, buckets: Sequence[Bucket]) -> None:
         """Compare what several ranks hold of these buckets."""
 
 
@@ -141,7 +141,7 @@ class Engine:
         parts.reserve()
         parts.build(init, before)
         self.partition, self.seed, self.placements = parts.partition, parts.seed, parts.placements
-        self.managed, self.units, self.buffers = parts.managed, parts.units, parts.buffers
+        self.managed, self.units, self.buckets = parts.managed, parts.units, parts.buckets
         self.tier, self.tiers, self.resting, self.tensors = parts.tier, parts.tiers, parts.resting, parts.tensors
         self._furthest = 0  # the most steps of any rank when ranks last met for a checkpoint
         self.moving: Any = None  # the average of its weights, if there is one
@@ -152,13 +152,13 @@ class Engine:
         self.gradients = Gradients(self.group, self)
         deliver = first(each.delivery(team) for each in features()) or (lambda *_: Delivery())
         self.reduction = Reduction(self.gradients, self.group, self.tier, comm, deliver)
-        for buffer in self.buffers:
-            if buffer.bucket.trainable:
-                self._train(buffer)
+        for bucket in self.buckets:
+            if bucket.plan.trainable:
+                self._train(bucket)
         self.sends_always = self.layout.buffers == "always"
         self.schedule = Schedule(self, self.units, self.gradients, self.reduction, parts.saved, comm, precision)
         self.schedule.backward.hook_gradients()
-        parts_of_a_step = self.buffers, self.gradients, self.schedule
+        parts_of_a_step = self.buckets, self.gradients, self.schedule
         self.bindings: list[Binding] = []
         for number, each in enumerate(optimizers):
             watched = self.group.ranks > 1 and bool(self.placements.optimizer) and sends(each)
@@ -177,9 +177,9 @@ class Engine:
             cover_constructors()
         for binding in self.bindings:
             binding.states.count()
-        for buffer in self.buffers:
-            if buffer.resident:
-                buffer.gathered.note_holders()
+        for bucket in self.buckets:
+            if bucket.resident:
+                bucket.gathered.note_holders()
         # The hooks hold the engine weakly; the model keeps it alive.
         object.__setattr__(model, "_zeroshard_engine", self)
 
@@ -193,13 +193,13 @@ class Engine:
             elif self.placements.optimizer:
                 module.register_state_dict_pre_hook(weak(self._refuse_mixture))
 
-    def _train(self, buffer: Buffer) -> None:
+    def _train(self, bucket: Bucket) -> None:
         """Enter a bucket whose parameters receive gradients."""
-        codec = first(each.message(buffer.bucket, self.asked) for each in features()) or Values(
-            buffer.bucket, buffer.reduce_dtype
+        codec = first(each.message(bucket.plan, self.asked) for each in features()) or Values(
+            bucket.plan, bucket.reduce_dtype
         )
-        division = first(each.division(buffer, self.asked) for each in features()) or Division()
-        self.reduction.add(Contribution(self.gradients.add(buffer), self.units[buffer.bucket.unit], codec, division))
+        division = first(each.division(bucket, self.asked) for each in features()) or Division()
+        self.reduction.add(Contribution(self.gradients.add(bucket), self.units[bucket.plan.unit], codec, division))
 
     # --- what its parts ask of each other ---------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Engine:
 
     def check_added(self, optimizer: torch.optim.Optimizer, added: list[nn.Parameter]) -> None:
         """Refuse parameters of an added group that this optimizer cannot update."""
-        check_added(self.model, self.layout, self.buffers, self.bindings, optimizer, added)
+        check_added(self.model, self.layout, self.buckets, self.bindings, optimizer, added)
 
     # --- before each forward and step -------------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class Engine:
 
     def check_edits(self) -> None:
         for feature in features():
-            feature.check_edits(self.buffers, self.group)
+            feature.check_edits(self.buckets, self.group)
 
     def _notice_edits_of_structure(self, *, called: bool = False) -> None:
         """Refuse modules and parameters replaced or converted since `shard`; follow frozen and unfrozen ones.
@@ -270,7 +270,7 @@ class Engine:
             return
         changed: dict[tuple[int, int], bool] = {}  # by bucket and position: is it trained now?
         for record, (dtype, device, trainable), (_, _, was) in zip(self.managed, now, self._known, strict=True):
-            own = record.param._zeroshard.buffer.dtype  # type: ignore[attr-defined]
+            own = record.param._zeroshard.bucket.dtype  # type: ignore[attr-defined]
             if dtype is not own or device != self.device:
                 raise StateError(
                     "a sharded parameter was converted or moved",
@@ -283,7 +283,7 @@ class Engine:
                 )
             if trainable != was:
                 place: Place = record.param._zeroshard  # type: ignore[attr-defined]
-                changed[place.buffer.bucket.index, place.position] = trainable
+                changed[place.bucket.plan.index, place.position] = trainable
         for binding in self.bindings if changed else ():
             binding.membership.freeze(changed)
         for record, (_, _, trainable), (_, _, was) in zip(self.managed, now, self._known, strict=True):
@@ -295,10 +295,10 @@ class Engine:
         noticed = [binding.notice(replaced=replaced) for binding in self.bindings]  # all of them look
         return any(noticed)
 
-    def moved(self, buffer: Buffer) -> None:
+    def moved(self, bucket: Bucket) -> None:
         """Make the optimizers' fragments views of the memory where a bucket's parameters rest now."""
         for binding in self.bindings:
-            binding.retarget(buffer)
+            binding.retarget(bucket)
 
     def refuse_within(self) -> None:
         """Refuse to begin inside a collective operation or a step: a signal's handler may call anything anywhere."""
@@ -320,7 +320,7 @@ class Engine:
     def publish(self) -> None:
         """Send buckets whose fragments were edited on any rank to every rank, as after a step."""
         mine = set().union(*(binding.edited for binding in self.bindings))
-        edited = self.group.flags(bytes(buffer.bucket.index in mine for buffer in self.buffers))
+        edited = self.group.flags(bytes(bucket.plan.index in mine for bucket in self.buckets))
         if any(unit.pinned for unit in self.units):
             raise StateError(
                 "an optimizer's part of the parameters was edited inside gathered(), where the parameters are edited",
@@ -328,7 +328,7 @@ class Engine:
             )
         for binding in self.bindings:
             binding.edited.clear()
-        published = [buffer for buffer, flag in zip(self.buffers, edited, strict=True) if flag]
+        published = [bucket for bucket, flag in zip(self.buckets, edited, strict=True) if flag]
         publish(published, overlap=self.comm.overlap, outside=True)
         self._compare([each for each in published if not (each.placements.optimizer and each.team.seat.sole)])
 
@@ -349,14 +349,14 @@ class Engine:
 
     def _unfreeze(self, record: Managed) -> None:
         """Make a bucket trainable as a whole that was frozen at construction: see docs/decisions/unfreezing.md."""
-        buffer: Buffer = record.param._zeroshard.buffer  # type: ignore[attr-defined]
-        if self.gradients.of_bucket(buffer.bucket.index) is None:
-            check_trained(record.name, buffer.dtype)
-            buffer.reserve_gradients()
-            buffer.reserve_master()
-            self._train(buffer)
+        bucket: Bucket = record.param._zeroshard.bucket  # type: ignore[attr-defined]
+        if self.gradients.of_bucket(bucket.plan.index) is None:
+            check_trained(record.name, bucket.dtype)
+            bucket.reserve_gradients()
+            bucket.reserve_master()
+            self._train(bucket)
             for binding in self.bindings:
-                binding.retarget(buffer)
+                binding.retarget(bucket)
         self.schedule.backward.hook_gradients()
         for binding in self.bindings:
             binding.follow_groups(again=True)
@@ -425,20 +425,20 @@ class Engine:
         if several and differ:
             write_from = 0
         seen_to = {index for feature in features() for index in feature.leaving(units, write_from)}
-        buffers = (buffer for unit in units for buffer in unit.buffers)
-        for buffer in (buffer for buffer in buffers if buffer.bucket.index not in seen_to):
-            buffer.rebind()
+        buckets = (bucket for unit in units for bucket in unit.buckets)
+        for bucket in (bucket for bucket in buckets if bucket.plan.index not in seen_to):
+            bucket.rebind()
             if write_from is not None:
                 self.group.torn = "an exception ended gathered(write_from=...) while the weights were sent"
-                self.group.give_all(buffer.full, buffer.bucket, write_from)
-            buffer.edits.follow()
-            if write_from is not None and buffer.master is not None and not buffer.placements.optimizer:
-                buffer.master.give_all(write_from)  # masters may differ where their casts agree
-            if not buffer.placements.parameters and write_from is None:
+                self.group.give_all(bucket.full, bucket.plan, write_from)
+            bucket.edits.follow()
+            if write_from is not None and bucket.master is not None and not bucket.placements.optimizer:
+                bucket.master.give_all(write_from)  # masters may differ where their casts agree
+            if not bucket.placements.parameters and write_from is None:
                 # Whatever each rank did to its copy, the owner's edit of every element is the one that counts.
-                buffer.send().wait()
+                bucket.send().wait()
             elif write_from is not None:
-                buffer.parameters.settle()
+                bucket.parameters.settle()
         self.group.torn = ""
         self.comparing.written()
 
@@ -463,25 +463,25 @@ class Engine:
             feature.met(what, [mark for _, _, mark in told])
         if what != COMPARING and any(saving for _, saving, _ in told):
             self.checkpoints.wait(self.group)
-        for buffer in self.buffers:
-            buffer.land()
-            buffer.rebind()
-            if weights and (buffer.resident or buffer.ready):
-                buffer.edits.follow()
+        for bucket in self.buckets:
+            bucket.land()
+            bucket.rebind()
+            if weights and (bucket.resident or bucket.ready):
+                bucket.edits.follow()
         if what != "loading":
-            self._compare(self.buffers)
+            self._compare(self.buckets)
 
-    def _compare(self, buffers: list[Buffer]) -> None:
+    def _compare(self, buckets: list[Bucket]) -> None:
         with self.ledger.during("compare"):
-            for buffer in buffers:
-                buffer.land()
-            self.checkpoints.compare(self, buffers)
+            for bucket in buckets:
+                bucket.land()
+            self.checkpoints.compare(self, buckets)
 
     def loaded(self) -> None:
         """Bring the engine's notes in line with loaded weights: all ranks hold those of one step again."""
         self.group.torn, self.group.progress.steps = "", self._furthest
         self.schedule.backward.was_local = False
-        publish([buffer for buffer in self.buffers if buffer.codec.agrees], overlap=False, outside=True)
+        publish([bucket for bucket in self.buckets if bucket.codec.agrees], overlap=False, outside=True)
         self.comparing.written()
         self.gradients.hide(self.gradients.entries)
         for each in self.reduction.subscribers:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from ..events import DEVICE, Event, Record
-from ..layout.partition import Bucket, Partition
+from ..layout.partition import BucketPlan, Partition
 from ..layout.stage import ALONE, Seat
 from ..policies.comm import Comm
 
@@ -67,7 +67,7 @@ def layout_json(
     }  # fmt: skip
 
 
-def _updates(bucket: Bucket, sits: Seat) -> list[int]:
+def _updates(bucket: BucketPlan, sits: Seat) -> list[int]:
     """List where each replica's part of each shard begins, and the bucket's end."""
     positions = [sits._replace(position=position) for position in range(bucket.size)]
     return [first for each in positions for first, _ in bucket.portions(each)] + [bucket.numel]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..comm.all_or_none import first_writes
 from ..errors import StateError, UserError
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import Degree, Seat
 from ..planner import predict_states
 from ..planner.states import owned
@@ -109,14 +109,14 @@ def gather(zero: Zero, *, clock: Clock = "ns") -> dict[str, Any]:
 
 def _resting(zero: Zero, layout: dict[str, Any]) -> dict[str, Any]:
     """Return the layout with the tier of each state of a bucket that does not rest on the device."""
-    for bucket, buffer in zip(layout["buckets"], zero._engine.buffers, strict=True):
-        tiers = {state: tier.name for state, tier in buffer.tiers.items() if not tier.on_device}
+    for told, bucket in zip(layout["buckets"], zero._engine.buckets, strict=True):
+        tiers = {state: tier.name for state, tier in bucket.tiers.items() if not tier.on_device}
         if tiers:
-            bucket["rests"] = tiers
+            told["rests"] = tiers
     return layout
 
 
-def _numel(bucket: Bucket, along: Seat) -> int:
+def _numel(bucket: BucketPlan, along: Seat) -> int:
     """Count a bucket's parameters, with the rows of all ranks."""
     return (bucket.numel - bucket.padding) * (along.parts if bucket.axis else 1)
 

@@ -213,7 +213,7 @@ class Activations(Subscriber):
         self._forwards += 1
         engine = self._engine()
         assert engine is not None
-        resident = [buffer.full for buffer in engine.buffers if buffer.resident]
+        resident = [bucket.full for bucket in engine.buckets if bucket.resident]
         plain = [param for param in engine.model.parameters() if not hasattr(param, "_zeroshard")]
         inputs = [tensor for each in frame.inputs or () if (tensor := each()) is not None]
         if self._leave_out is not None:

@@ -91,7 +91,7 @@ class Batches:
                 got=f"{samples:,}", instead="drop_last=False, or fewer micro-batches per step",
             )  # fmt: skip
         counts = {self.micro_batches(step) for step in (0, len(self) - 1)}
-        if any(each.bucket.axis for each in self.reduction.gradients.accumulators) and any(
+        if any(each.plan.axis for each in self.reduction.gradients.accumulators) and any(
             n % self.ranks for n in counts
         ):
             raise UserError(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..arithmetic import fp8
 from ..arithmetic.sums import same_bits, simulated
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..engine.weights.codec import Plain
 from ..engine.weights.gathered import alias
 from ..engine.weights.publish import publish
@@ -29,7 +29,7 @@ from ..engine.weights.unit import Managed, Unit, matching
 from ..errors import StateError, TierError, UserError
 from ..events import ends
 from ..hooks import Feature
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..policies.precision import COMPUTED, Precision
 
 if TYPE_CHECKING:
@@ -89,18 +89,18 @@ class E4M3(Plain):
     of_masters = True
     agrees = True
 
-    def __init__(self, buffer: Buffer, *, scaling: str) -> None:
-        super().__init__(buffer)
-        self.grids = fp8.grids(buffer.bucket, scaling)
+    def __init__(self, bucket: Bucket, *, scaling: str) -> None:
+        super().__init__(bucket)
+        self.grids = fp8.grids(bucket.plan, scaling)
         ends_at = [*itertools.accumulate((tiles.number for tiles in self.grids), initial=0)]
         self._held = [slice(*pair) for pair in itertools.pairwise(ends_at)]  # of each slot, which scales are its own
-        self.scales = buffer.tier.reserve("scales", ends_at[-1], fp8.BYTE)
+        self.scales = bucket.tier.reserve("scales", ends_at[-1], fp8.BYTE)
         self._seen: Tensor | None = None  # scales that a step computed from masters that have left memory since
         self._arriving: Tensor | None = None  # the bytes that a gather brings
         self._apart = False  # do these bytes have memory of their own?
-        seat = buffer.team.seat
+        seat = bucket.team.seat
         # If tensor parallelism has cut a tensor, its one scale is for all parts; any other scale is for one part.
-        self._joined = scaling == "tensor" and buffer.bucket.slots[0].cut is not None
+        self._joined = scaling == "tensor" and bucket.plan.slots[0].cut is not None
         self._place, self._places = (0, 1) if self._joined else (seat.part, seat.parts)
 
     # --- from masters to bytes --------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ class E4M3(Plain):
         """Yield the part of each slot that is among elements [first, last). scales: those of this bucket, as they
         rest."""
         stood = fp8.as_fp32(self.scales if scales is None else scales)
-        for slot, tiles, held in zip(self.buffer.bucket.slots, self.grids, self._held, strict=True):
+        for slot, tiles, held in zip(self.bucket.plan.slots, self.grids, self._held, strict=True):
             inside = slot.within(first, last)
             if inside.numel:
                 yield Tiled(slot.slice_of(first, last), tiles, inside.start, stood[held], held)
@@ -130,14 +130,14 @@ class E4M3(Plain):
             fp8.quantise_(raw[part.where], masters[part.where], part.scales, part.tiles, part.first)
 
     def encode(self, resting: Tensor, source: Tensor) -> None:
-        scales = self._scales(source, 0, self.buffer.bucket.numel)
-        self.scales.copy_(self.buffer.group.maximum(scales) if self._joined else scales)
-        first, last = self.buffer.parameters.first, self.buffer.parameters.last
+        scales = self._scales(source, 0, self.bucket.plan.numel)
+        self.scales.copy_(self.bucket.group.maximum(scales) if self._joined else scales)
+        first, last = self.bucket.parameters.first, self.bucket.parameters.last
         self._quantise(resting, source[first:last], first, last)
-        self.buffer.gathered.current = False  # unrounded values, released at once
+        self.bucket.gathered.current = False  # unrounded values, released at once
 
     def look(self) -> None:
-        self._seen = self._scales(self.buffer.target, *self.buffer.updated)
+        self._seen = self._scales(self.bucket.target, *self.bucket.updated)
 
     def forget(self) -> None:
         self._seen = None
@@ -151,7 +151,7 @@ class E4M3(Plain):
         """
         found = [codec for codec in codecs if isinstance(codec, cls)]
         asked = [codec.asked_of_all() for codec in found]
-        agreed = found[0].buffer.group.maximum(torch.cat(asked)).split([len(each) for each in asked])
+        agreed = found[0].bucket.group.maximum(torch.cat(asked)).split([len(each) for each in asked])
         for codec, scales in zip(found, agreed, strict=True):
             codec.requantise(scales.view(codec._places, -1)[codec._place])
 
@@ -169,29 +169,29 @@ class E4M3(Plain):
         if self._seen is not None:
             return self._seen
         try:
-            with self.buffer.updating.here(changed=False):
-                return self._scales(self.buffer.target, *self.buffer.updated)
+            with self.bucket.updating.here(changed=False):
+                return self._scales(self.bucket.target, *self.bucket.updated)
         except TierError as error:  # the others wait for an answer, and will hear of it
-            self.buffer.group.report(error)
+            self.bucket.group.report(error)
             return self.scales
 
     def requantise(self, scales: Tensor) -> None:
         """Quantise this rank's masters to new bytes, with the scales that all ranks agreed on."""
-        buffer = self.buffer
-        buffer.land()
+        bucket = self.bucket
+        bucket.land()
         self.scales.copy_(scales)
-        first, last = buffer.updated
-        copied = buffer.tier.ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=last - first)
-        alone = buffer.placements.together  # all that rests here is written
+        first, last = bucket.updated
+        copied = bucket.tier.ledger.note("copy", state="master", bucket=bucket.plan.index, logical=last - first)
+        alone = bucket.placements.together  # all that rests here is written
         try:
-            with buffer.updating.here(changed=False), buffer.parameters.here(fresh=alone) as resting:
+            with bucket.updating.here(changed=False), bucket.parameters.here(fresh=alone) as resting:
                 if alone:
                     resting.zero_()  # padding too
-                self._quantise(buffer.parameters.of(first, last), buffer.target, first, last)
+                self._quantise(bucket.parameters.of(first, last), bucket.target, first, last)
         except TierError as error:
-            buffer.group.report(error)
-        buffer.updating.behind()
-        buffer.parameters.behind()
+            bucket.group.report(error)
+        bucket.updating.behind()
+        bucket.parameters.behind()
         self.forget()
         ends(copied)
 
@@ -201,31 +201,31 @@ class E4M3(Plain):
         """Return the end of the gathered copy's memory to gather into; other memory if that copy may still be read."""
         self._apart = in_use
         if in_use:
-            self._arriving = self.buffer.tier.reserve("gather", self.buffer.bucket.numel, fp8.BYTE, zeroed=False)
+            self._arriving = self.bucket.tier.reserve("gather", self.bucket.plan.numel, fp8.BYTE, zeroed=False)
         else:
-            self._arriving = self.buffer.full.view(fp8.BYTE)[-self.buffer.bucket.numel :]
+            self._arriving = self.bucket.full.view(fp8.BYTE)[-self.bucket.plan.numel :]
         return self._arriving
 
     def decode(self) -> None:
         if self._arriving is None:
             return
-        buffer, raw, self._arriving = self.buffer, self._arriving, None
+        bucket, raw, self._arriving = self.bucket, self._arriving, None
         # An interrupt may leave some bytes decoded and the others overwritten: then the bucket is to be gathered again.
-        current, buffer.gathered.current = buffer.gathered.current, False
+        current, bucket.gathered.current = bucket.gathered.current, False
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._dequantise(alias(buffer.full), raw)
-                buffer.users.filled()
+                self._dequantise(alias(bucket.full), raw)
+                bucket.users.filled()
         finally:
             if self._apart:
-                buffer.tier.give_back("gather", raw)
-        buffer.gathered.current = current
-        if buffer.edits.reachable:
-            buffer.edits.agree(buffer.mine)
+                bucket.tier.give_back("gather", raw)
+        bucket.gathered.current = current
+        if bucket.edits.reachable:
+            bucket.edits.agree(bucket.mine)
 
     def _dequantise(self, full: Tensor, raw: Tensor) -> None:
         end = 0
-        for part in self._parts(0, self.buffer.bucket.numel):
+        for part in self._parts(0, self.bucket.plan.numel):
             full[end : part.where.start] = 0  # padding, which ranks compare
             fp8.dequantise_(full[part.where], raw[part.where], part.scales, part.tiles)
             end = part.where.stop
@@ -233,7 +233,7 @@ class E4M3(Plain):
 
     @property
     def opened(self) -> Tensor | None:
-        return self.buffer.mine
+        return self.bucket.mine
 
     def recovery_copy(self) -> Tensor:
         return self._own_shard(fp8.BYTE)
@@ -242,13 +242,13 @@ class E4M3(Plain):
 
     def edited(self) -> bool:
         """Tell if the gathered copy of this rank's shard differs from the bytes that rest."""
-        buffer = self.buffer
-        if simulated(buffer.full) or not (buffer.ready and buffer.edits.reachable):
+        bucket = self.bucket
+        if simulated(bucket.full) or not (bucket.ready and bucket.edits.reachable):
             return False
-        buffer.land()
-        buffer.rebind()
-        mine, parameters = buffer.mine, buffer.parameters
-        if buffer.edits.untouched(mine):
+        bucket.land()
+        bucket.rebind()
+        mine, parameters = bucket.mine, bucket.parameters
+        if bucket.edits.untouched(mine):
             return False
         with parameters.here(changed=False) as resting:
             return not all(
@@ -258,22 +258,22 @@ class E4M3(Plain):
             )
 
     def _numbers(self, resting: Tensor, part: Tiled) -> Iterator[tuple[slice, Tensor]]:
-        return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.buffer.dtype, part.first)
+        return fp8.dequantised(resting[part.where], part.scales, part.tiles, self.bucket.dtype, part.first)
 
     def take_back(self, *, asked: bool) -> bool:
         """Report an edit: one rank alone cannot follow it, since all ranks share the scales. Returns False."""
-        buffer = self.buffer
+        bucket = self.bucket
         if self.reported(self.edited):
-            first, last = buffer.bucket.slots[0].name, buffer.bucket.slots[-1].name
-            buffer.group.report(
+            first, last = bucket.plan.slots[0].name, bucket.plan.slots[-1].name
+            bucket.group.report(
                 StateError(
                     "weights that rest in 8 bits were edited outside gathered(), or used inside it after an edit",
-                    where=f"rank {buffer.group.rank}, among parameters {first!r} to {last!r}",
+                    where=f"rank {bucket.group.rank}, among parameters {first!r} to {last!r}",
                     instead="with zero.gathered(): edit   (on every rank), and leave it before the next forward or "
                     "step. The edit is lost. Or leave them out of Precision(fp8=...), and edits count anywhere",
                 )
             )
-            buffer.edits.agree(buffer.mine)
+            bucket.edits.agree(bucket.mine)
         return False
 
     def reported(self, look: Callable[[], bool | None]) -> bool:
@@ -282,16 +282,16 @@ class E4M3(Plain):
         try:
             return bool(look())
         except TierError as error:
-            self.buffer.group.report(error)
+            self.bucket.group.report(error)
             return False
 
     def take_edits(self) -> None:
         """Copy edits of the gathered copy to the masters that this rank updates."""
-        buffer = self.buffer
-        first, last = buffer.updated
-        seen, bits = buffer.full[first:last], torch.int16 if buffer.dtype.itemsize == 2 else torch.int32
-        with buffer.updating.here(), buffer.parameters.here(changed=False):
-            resting, target = buffer.parameters.of(first, last), buffer.target
+        bucket = self.bucket
+        first, last = bucket.updated
+        seen, bits = bucket.full[first:last], torch.int16 if bucket.dtype.itemsize == 2 else torch.int32
+        with bucket.updating.here(), bucket.parameters.here(changed=False):
+            resting, target = bucket.parameters.of(first, last), bucket.target
             for part in self._parts(first, last, self.scales.to(resting.device)):
                 for where, found in self._numbers(resting, part):
                     own, now = target[part.where][where], seen[part.where][where].to(target.device)
@@ -303,7 +303,7 @@ def _on_any_rank(codecs: list[E4M3], mine: list[bool]) -> list[E4M3]:
     """Return the codecs for which some rank says yes. Raises on every rank if one has reported an error."""
     if not codecs:
         return []
-    group = codecs[0].buffer.group
+    group = codecs[0].bucket.group
     *flags, failed = group.flags(bytes([*mine, group.failed is not None]))
     if failed:
         group.fail()
@@ -316,25 +316,25 @@ def follow_edits(found: list[E4M3], write_from: int | None) -> None:
 
     Afterwards the gathered copy is decoded from the bytes: an edit, too, is rounded to 8 bits.
     """
-    for buffer in (codec.buffer for codec in found) if write_from is not None else ():
+    for bucket in (codec.bucket for codec in found) if write_from is not None else ():
         assert write_from is not None
-        buffer.rebind()
-        buffer.group.give_all(buffer.full, buffer.bucket, write_from)
-        if not buffer.placements.optimizer:  # its bytes may be equal on all ranks where masters are not
-            buffer.updating.give_all(write_from)
+        bucket.rebind()
+        bucket.group.give_all(bucket.full, bucket.plan, write_from)
+        if not bucket.placements.optimizer:  # its bytes may be equal on all ranks where masters are not
+            bucket.updating.give_all(write_from)
     codecs = _on_any_rank(found, [codec.reported(codec.edited) for codec in found])
-    edited = [codec.buffer for codec in codecs]
+    edited = [codec.bucket for codec in codecs]
     if edited:
         edited[0].group.torn = "gathered() was left with edits of which only some had reached the masters"
-    for codec, buffer in zip(codecs, edited, strict=True):
-        if not buffer.placements.optimizer:  # every rank updates everything: take each element from its owner
-            buffer.team.gather(alias(buffer.full), buffer.bucket, "parameters").wait()
+    for codec, bucket in zip(codecs, edited, strict=True):
+        if not bucket.placements.optimizer:  # every rank updates everything: take each element from its owner
+            bucket.team.gather(alias(bucket.full), bucket.plan, "parameters").wait()
         codec.reported(codec.take_edits)
     _on_any_rank(codecs, [False] * len(codecs))
     publish(edited, overlap=False, outside=True)
-    for buffer in edited:
-        buffer.gather().wait()
-        buffer.land()
+    for bucket in edited:
+        bucket.gather().wait()
+        bucket.land()
 
 
 class Fp8ParametersFeature(Feature):
@@ -345,15 +345,15 @@ class Fp8ParametersFeature(Feature):
     def chosen(self, managed: list[Managed], precision: Precision) -> set[str]:
         return chosen(managed, precision)
 
-    def codec(self, assembly: Assembly, bucket: Bucket) -> Callable[[Buffer], Plain] | None:
-        return functools.partial(E4M3, scaling=assembly.precision.scaling) if bucket.fp8 else None
+    def codec(self, assembly: Assembly, plan: BucketPlan) -> Callable[[Bucket], Plain] | None:
+        return functools.partial(E4M3, scaling=assembly.precision.scaling) if plan.fp8 else None
 
     def leaving(self, units: Sequence[Unit], write_from: int | None) -> set[int]:
-        codecs = [buffer.codec for unit in units for buffer in unit.buffers]
+        codecs = [bucket.codec for unit in units for bucket in unit.buckets]
         found = [codec for codec in codecs if isinstance(codec, E4M3)]
         if found:
             follow_edits(found, write_from)
-        return {codec.buffer.bucket.index for codec in found}
+        return {codec.bucket.plan.index for codec in found}
 
 
 FEATURE = Fp8ParametersFeature()

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arithmetic import int8
 from ..errors import UserError
 from ..hooks import Feature
-from ..layout.partition import BLOCK, Bucket, Partition
+from ..layout.partition import BLOCK, BucketPlan, Partition
 from ..policies.incompatible import Settings
 from ..policies.precision import COMPUTED
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 def _check(partition: Partition) -> None:
     """Refuse, by name, what 8-bit gradients cannot be combined with."""
-    trained = [bucket for bucket in partition.buckets if bucket.trainable]
-    if partition.align % BLOCK or any(bound % BLOCK for bucket in trained for bound in bucket.bounds):
+    trained = [plan for plan in partition.buckets if plan.trainable]
+    if partition.align % BLOCK or any(bound % BLOCK for plan in trained for bound in plan.bounds):
         raise UserError(
             f"gradients of 8 bits have a scale for each {BLOCK} elements of a parameter, and no cut may fall inside",
             got=f'Layout(align={partition.align}), Comm(reduce="int8")',
             instead=f"Layout(align={BLOCK}), the default",
         )
-    for bucket in trained:
-        parts = bucket.axis or any(slot.cut is not None for slot in bucket.slots)
-        if parts or bucket.dtype not in map(str, COMPUTED):
+    for plan in trained:
+        parts = plan.axis or any(slot.cut is not None for slot in plan.slots)
+        if parts or plan.dtype not in map(str, COMPUTED):
             raise UserError(
                 "gradients of 8 bits are those of real parameters of 16 or 32 bits that all ranks shard",
-                where=f"parameter {bucket.slots[0].name!r}",
-                got="an expert, or a part beside tensor parallelism" if parts else bucket.dtype,
+                where=f"parameter {plan.slots[0].name!r}",
+                got="an expert, or a part beside tensor parallelism" if parts else plan.dtype,
                 instead='Comm(reduce="ordered")',
             )
 
@@ -42,13 +42,13 @@ def _check(partition: Partition) -> None:
 class Codes:
     """The format of contributions that travel as codes: see `codec.py`."""
 
-    def __init__(self, bucket: Bucket) -> None:
-        self._values = bucket
-        self.bucket = int8.coded(bucket)
+    def __init__(self, plan: BucketPlan) -> None:
+        self._values = plan
+        self.plan = int8.coded(plan)
         self.dtype = int8.BYTE
 
     def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
-        message = take(self.bucket.numel, int8.BYTE)
+        message = take(self.plan.numel, int8.BYTE)
         int8.encode_(message, values, self._values)
         return message
 
@@ -65,8 +65,8 @@ class Int8GradientsFeature(Feature):
         if assembly.asked.reduce == "int8":
             _check(assembly.partition)
 
-    def message(self, bucket: Bucket, settings: Settings) -> Codes | None:
-        return Codes(bucket) if settings.reduce == "int8" else None
+    def message(self, plan: BucketPlan, settings: Settings) -> Codes | None:
+        return Codes(plan) if settings.reduce == "int8" else None
 
 
 FEATURE = Int8GradientsFeature()

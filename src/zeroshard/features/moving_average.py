@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..engine.gradients.subscriber import Subscriber
 from ..engine.step.schedule import Schedule
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..engine.weights.flat import Flat
 from ..engine.weights.guard import weak
 from ..engine.weights.modes import unseen
@@ -38,7 +38,7 @@ class MovingAverage:
     def __init__(
         self,
         decay: float,
-        buffers: list[Buffer],
+        buckets: list[Bucket],
         schedule: Schedule,
         optimizers: Iterable[torch.optim.Optimizer],
         meet: Callable[[str], None],
@@ -50,49 +50,49 @@ class MovingAverage:
         schedule.meet("average()", 1, zlib.crc32(repr(float(decay)).encode()))
         self.decay = float(decay)
         self.updates = 0
-        self._buffers = buffers
+        self._buckets = buckets
         self._meet = meet
         self._overlap = schedule.settings.overlap
         self._means: dict[int, Flat] = {}  # by bucket
         self._schedule = schedule
-        for buffer in self._trained():
-            self.mean(buffer)
+        for bucket in self._trained():
+            self.mean(bucket)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.refuse_swapped("optimizer.step()"))
 
-    def _trained(self) -> list[Buffer]:
-        return [buffer for buffer in self._buffers if buffer.gradients is not None]
+    def _trained(self) -> list[Bucket]:
+        return [bucket for bucket in self._buckets if bucket.gradients is not None]
 
-    def mean(self, buffer: Buffer) -> Flat:
+    def mean(self, bucket: Bucket) -> Flat:
         """Return the average of a bucket, where it rests. It is reserved at the first call."""
-        index = buffer.bucket.index
+        index = bucket.plan.index
         if index not in self._means:
-            self._means[index] = buffer.reserve("average", buffer.updating.dtype, buffer.placements.optimizer)
+            self._means[index] = bucket.reserve("average", bucket.updating.dtype, bucket.placements.optimizer)
             if self.updates:  # unfrozen since: the average of weights that did not change is these weights
-                with self._means[index].here(fresh=True) as mean, buffer.updating.here(changed=False):
-                    mean.copy_(buffer.target)
+                with self._means[index].here(fresh=True) as mean, bucket.updating.here(changed=False):
+                    mean.copy_(bucket.target)
         return self._means[index]
 
-    def part(self, buffer: Buffer, slot: Slot, start: int, stop: int) -> Part | None:
+    def part(self, bucket: Bucket, slot: Slot, start: int, stop: int) -> Part | None:
         """Return elements [start, stop) of a parameter's average, wherever they rest; None if it was never trained."""
-        if buffer.gradients is None or buffer.bucket.index < 0:
+        if bucket.gradients is None or bucket.plan.index < 0:
             return None
-        return self.mean(buffer).part(slot.start + start, slot.start + stop)
+        return self.mean(bucket).part(slot.start + start, slot.start + stop)
 
     @unseen()
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights as they are now into the average: after each `optimizer.step()`, on every rank."""
         self.refuse_swapped("average.update()")
-        for buffer in self._trained():
-            first, last = buffer.updated
-            parts = [slot.slice_of(first, last) for slot in buffer.bucket.slots]
+        for bucket in self._trained():
+            first, last = bucket.updated
+            parts = [slot.slice_of(first, last) for slot in bucket.plan.slots]
             parts = [part for part in parts if part.stop > part.start]
-            flat = self.mean(buffer)
-            with flat.here(fresh=not self.updates) as mean, buffer.updating.here(changed=False):
-                means, weights = ([whole[part] for part in parts] for whole in (mean, buffer.target))
+            flat = self.mean(bucket)
+            with flat.here(fresh=not self.updates) as mean, bucket.updating.here(changed=False):
+                means, weights = ([whole[part] for part in parts] for whole in (mean, bucket.target))
                 if not self.updates:
-                    mean.copy_(buffer.target)
+                    mean.copy_(bucket.target)
                 elif parts:  # tensor by tensor: a kernel's last elements may round otherwise than those before
                     torch._foreach_lerp_(means, weights, 1 - self.decay)
             flat.behind()
@@ -124,14 +124,14 @@ class MovingAverage:
     def _exchange(self) -> None:
         self._meet(EXCHANGING)
         trained = self._trained()
-        for buffer in trained:
-            with self.mean(buffer).here() as mean, buffer.updating.here():
-                kept: Tensor = buffer.target.clone()
-                buffer.target.copy_(mean)
+        for bucket in trained:
+            with self.mean(bucket).here() as mean, bucket.updating.here():
+                kept: Tensor = bucket.target.clone()
+                bucket.target.copy_(mean)
                 mean.copy_(kept)
-                if buffer.codec.beside:
-                    with buffer.parameters.here(fresh=buffer.rests == buffer.updated):
-                        buffer.write_back()
+                if bucket.codec.beside:
+                    with bucket.parameters.here(fresh=bucket.rests == bucket.updated):
+                        bucket.write_back()
         publish(trained, overlap=self._overlap, outside=True)
 
 
@@ -156,7 +156,7 @@ class MovingAverageFeature(Feature):
 
     def average(self, decay: float, engine: Engine) -> MovingAverage:
         optimizers = [binding.optimizer for binding in engine.bindings]
-        made = MovingAverage(decay, engine.buffers, engine.schedule, optimizers, weak(engine.meet_for_checkpoint))
+        made = MovingAverage(decay, engine.buckets, engine.schedule, optimizers, weak(engine.meet_for_checkpoint))
         engine.reduction.subscribers.append(_Averaging(made))
         return made
 

@@ -19,7 +19,7 @@ from ..engine.build.supported_optimizers import block_of, by_bucket
 from ..engine.build.tensor_parallel import TensorParallel
 from ..engine.step.fragment import Fragment, fresh_states, updated
 from ..engine.step.optim import Binding
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..errors import UserError
 from ..events import Ledger
 from ..hooks import Feature
@@ -72,13 +72,13 @@ class Rejoined:
 
     def ask(self, binding: Binding) -> None:
         """Ask the optimizer what it keeps, if it has cut matrices; if it gets some later, `shown` asks then."""
-        slots = [member.place.buffer.bucket.slots[member.place.position] for member in binding.members]
+        slots = [member.place.bucket.plan.slots[member.place.position] for member in binding.members]
         if any(slot.cut is not None for slot in slots):
             self._keys = states_of_elements(self._optimizer)
 
-    def takes(self, buffer: Buffer) -> bool:
+    def takes(self, bucket: Bucket) -> bool:
         """Tell if parameters of a bucket are cut: then it is stepped by itself."""
-        return any(slot.cut is not None for slot in buffer.bucket.slots)
+        return any(slot.cut is not None for slot in bucket.plan.slots)
 
     @contextlib.contextmanager
     def shown(self, fragments: Sequence[Fragment]) -> Iterator[None]:

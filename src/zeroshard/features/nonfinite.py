@@ -20,7 +20,7 @@ from ..comm.agreement import Group
 from ..device import ask
 from ..engine.gradients.accumulator import Accumulator
 from ..engine.gradients.subscriber import Subscriber
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..errors import NotFiniteError
 from ..hooks import Feature
 
@@ -101,11 +101,11 @@ class Finite(Subscriber):
         if not self.looks:
             return
         if accumulator.sum.by_part and pieces:
-            bucket, seat = accumulator.bucket, accumulator.buffer.team.seat
-            begin, end = bucket.shard(seat.position)
-            if self._is_finite(total, [slot.slice_of(begin, end) for slot in bucket.slots]):
+            plan, seat = accumulator.plan, accumulator.bucket.team.seat
+            begin, end = plan.shard(seat.position)
+            if self._is_finite(total, [slot.slice_of(begin, end) for slot in plan.slots]):
                 return
-            for first, last in bucket.portions(seat):
+            for first, last in plan.portions(seat):
                 if found := self._find(accumulator, pieces, total, begin, first, last):
                     self._passed.setdefault(_place(found[0]), (accumulator, found[0]))
         elif self._seen is None:
@@ -121,8 +121,8 @@ class Finite(Subscriber):
 
         pieces, total: they hold these elements and others, from bucket element `begin` on.
         """
-        buffer, slots = accumulator.buffer, accumulator.bucket.slots
-        seat, total = buffer.team.seat, total[first - begin : last - begin]
+        bucket, slots = accumulator.bucket, accumulator.plan.slots
+        seat, total = bucket.team.seat, total[first - begin : last - begin]
         if self._is_finite(total, [slot.slice_of(first, last) for slot in slots]):
             return None
         for index, slot in enumerate(slots):
@@ -138,7 +138,7 @@ class Finite(Subscriber):
                     found = (position for position, value in enumerate(theirs) if not abs(value) < torch.inf)
                     rank = next((whose[position] for position in found), -1)
                 step, value = self.group.progress.steps + 1, str(float(ask(fragment[at])))
-                element = buffer.among(slot).element(part.start + at)
+                element = bucket.among(slot).element(part.start + at)
                 return Finding(step, self._micro_batch, rank, slot.name, element, value), index, at
         return None
 
@@ -152,28 +152,28 @@ class Finite(Subscriber):
             return all(first_nonfinite(part) is None for part in found)
         return bool(ask(finite(found)))
 
-    def _spoiled(self, buffers: Sequence[Buffer]) -> Finding | None:
+    def _spoiled(self, buckets: Sequence[Bucket]) -> Finding | None:
         """Find the first NaN or infinity among this rank's parameters."""
-        for buffer in buffers:
-            with buffer.updating.here(changed=False):
-                found = self._spoiled_in(buffer) if buffer.target.is_floating_point() else None
+        for bucket in buckets:
+            with bucket.updating.here(changed=False):
+                found = self._spoiled_in(bucket) if bucket.target.is_floating_point() else None
             if found is not None:
                 return found
         return None
 
-    def _spoiled_in(self, buffer: Buffer) -> Finding | None:
-        first, last = buffer.updated
-        for slot in buffer.bucket.slots:
+    def _spoiled_in(self, bucket: Bucket) -> Finding | None:
+        first, last = bucket.updated
+        for slot in bucket.plan.slots:
             part = slot.within(first, last)
-            fragment = buffer.target[slot.slice_of(first, last)]
+            fragment = bucket.target[slot.slice_of(first, last)]
             at = first_nonfinite(fragment) if part.numel else None
             if at is not None:
                 value = str(float(ask(fragment[at])))
-                element = buffer.among(slot).element(part.start + at)
+                element = bucket.among(slot).element(part.start + at)
                 return Finding(self.group.progress.steps + 1, 0, self.group.rank, slot.name, element, value)
         return None
 
-    def passes_over(self, buffers: Sequence[Buffer]) -> bool:
+    def passes_over(self, buckets: Sequence[Bucket]) -> bool:
         """Decide, before an update, if it is skipped: the same answer on every rank, or the same `NotFiniteError`."""
         self._micro_batch = 0
         if not self.looks:
@@ -184,7 +184,7 @@ class Finite(Subscriber):
             self._passed.clear()
             return False
         passed = [found for _, found in self._passed.values()]
-        told: list[Any] = self.group.describe((self._spoiled(buffers) or self._seen, passed))
+        told: list[Any] = self.group.describe((self._spoiled(buckets) or self._seen, passed))
         self._passed.clear()
         found = [Finding(*own) for own, _ in told if own is not None]
         # Each replica has an owner of the element. The owner whose own team sent the value knows its rank; or, where

@@ -22,7 +22,7 @@ from ..device import ask
 from ..errors import UserError
 from ..events import SHARED, Ledger
 from ..hooks import Feature
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..tiers.tier import OnDevice, Rest, Tier
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class OneCopy(OnDevice):
         super().__init__(tensor)
         self._pages = pages
 
-    def gather(self, team: Team, bucket: Bucket, state: str) -> Work:
+    def gather(self, team: Team, plan: BucketPlan, state: str) -> Work:
         itemsize = self.tensor.itemsize
-        sent = bucket.shard_numel(team.position) * (team.size - 1) * itemsize
-        event = team.count("gather", bucket.numel * itemsize, sent, 0, state, bucket.index)
-        first, last = (bound * itemsize for bound in bucket.shard(team.position))
+        sent = plan.shard_numel(team.position) * (team.size - 1) * itemsize
+        event = team.count("gather", plan.numel * itemsize, sent, 0, state, plan.index)
+        first, last = (bound * itemsize for bound in plan.shard(team.position))
         handles = [self._pages.publish(first, last)] if self._pages else []
-        return Work(handles, event, lambda handle: team.wait("gather", bucket.index, handle))
+        return Work(handles, event, lambda handle: team.wait("gather", plan.index, handle))
 
 
 class Pages:
@@ -127,8 +127,8 @@ class OnceFeature(Feature):
         """Refuse one copy if teams hold different parts of the parameters, or off the CPU."""
         if not assembly.offload.once:
             return
-        group, buckets = assembly.group, assembly.partition.buckets
-        apart = any(group.team_of(bucket) is not group.team for bucket in buckets)
+        group, plans = assembly.group, assembly.partition.buckets
+        apart = any(group.team_of(plan) is not group.team for plan in plans)
         if apart or group.device.type != "cpu":
             parts = "parameters along an axis of the mesh" if apart else f"on {group.device}"
             raise UserError(

@@ -24,7 +24,7 @@ from ..engine.gradients.gradient import Gradients
 from ..engine.gradients.subscriber import Subscriber
 from ..engine.step.optim import Binding
 from ..engine.step.schedule import Schedule
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..engine.weights.guard import weak
 from ..engine.weights.publish import publish
 from ..engine.weights.transaction import Transaction
@@ -99,7 +99,7 @@ class InBackward(Subscriber):
         self.schedule = schedule
         self.group = gradients.group
         self._check_edits = check_edits
-        self._unit_of = {id(buffer): unit for unit in schedule.units for buffer in unit.buffers}
+        self._unit_of = {id(bucket): unit for unit in schedule.units for bucket in unit.buckets}
         self._landed: list[tuple[Accumulator, set[int], Work]] = []  # the oldest first
         self.step = Updates()
         self._words: list[str] = []  # the options that it steps with, optimizer by optimizer
@@ -165,8 +165,8 @@ class InBackward(Subscriber):
 
     def averaged(self, accumulator: Accumulator, having: set[int]) -> None:
         """Update this rank's part of a bucket; if all ranks update all of it, gather its average first."""
-        buffer = accumulator.buffer
-        if buffer.placements.optimizer or buffer.team.size == 1:
+        bucket = accumulator.bucket
+        if bucket.placements.optimizer or bucket.team.size == 1:
             self._update(accumulator, having)
             return
         with accumulator.sum.here():  # also of a bucket of which this rank has no part
@@ -183,27 +183,27 @@ class InBackward(Subscriber):
 
     @torch.no_grad()
     def _update(self, accumulator: Accumulator, having: set[int]) -> None:
-        buffer, unit = accumulator.buffer, self._unit_of[id(accumulator.buffer)]
+        bucket, unit = accumulator.bucket, self._unit_of[id(accumulator.bucket)]
         bindings = [binding for binding in self.bindings if _updates(binding, accumulator, having)]
         if bindings:
-            buffer.land()
-            buffer.rebind()
-            if not buffer.resident and not unit.pinned:  # its weights are not needed any more in this backward
-                buffer.close()
-                buffer.release()
-            buffer.edits.follow(asked=False)  # the update itself makes older graphs stale
-            self.step.buffers.append(buffer)
+            bucket.land()
+            bucket.rebind()
+            if not bucket.resident and not unit.pinned:  # its weights are not needed any more in this backward
+                bucket.close()
+                bucket.release()
+            bucket.edits.follow(asked=False)  # the update itself makes older graphs stale
+            self.step.buckets.append(bucket)
             for binding in bindings:
                 try:
                     _step(binding, accumulator, having)
                 except TierError as error:
                     self.group.report(error)  # the peers have further reductions to get through
-            buffer.gathered.current &= buffer.resident
+            bucket.gathered.current &= bucket.resident
         accumulator.clear()
 
     def ended(self) -> None:
         """Send all that this backward has updated to every rank."""
-        publish(sorted(self.step.buffers, key=_index), overlap=self.schedule.settings.overlap)
+        publish(sorted(self.step.buckets, key=_index), overlap=self.schedule.settings.overlap)
         for unit in self.schedule.units:
             if unit.pinned:
                 unit.gather(wait=True)
@@ -246,7 +246,7 @@ class InBackward(Subscriber):
     def step_begun(self, number: int) -> None:
         self.awaited.discard(number)
 
-    def passes_over(self, buffers: Sequence[Buffer]) -> bool:
+    def passes_over(self, buckets: Sequence[Bucket]) -> bool:
         return True  # backward has made the update
 
     def between_steps(self, what: str) -> None:
@@ -272,11 +272,11 @@ class Updates(Transaction):
     backward does."""
 
     def __init__(self) -> None:
-        self.buffers: list[Buffer] = []
+        self.buckets: list[Bucket] = []
 
     @property
     def begun(self) -> bool:
-        return bool(self.buffers)
+        return bool(self.buckets)
 
     def running(self) -> bool:
         return True
@@ -285,7 +285,7 @@ class Updates(Transaction):
         return self.begun
 
     def abandon(self) -> None:
-        self.buffers.clear()
+        self.buckets.clear()
 
 
 def _gone(name: str, what: object) -> StateError:
@@ -307,14 +307,14 @@ def _updates(binding: Binding, accumulator: Accumulator, having: set[int]) -> bo
 def _step(binding: Binding, accumulator: Accumulator, having: set[int]) -> None:
     """Step one bucket by its optimizer."""
     given = {which for which, entry in binding.averages.entry_of.items() if entry.number in having}
-    binding.alone.step(accumulator.buffer, accumulator, given)
+    binding.alone.step(accumulator.bucket, accumulator, given)
     binding.averages.begin()  # the averages that it has given are used up
-    binding.states.followed(accumulator.buffer)
+    binding.states.followed(accumulator.bucket)
     binding.states.count(changed=True)
 
 
-def _index(buffer: Buffer) -> int:
-    return buffer.bucket.index
+def _index(bucket: Bucket) -> int:
+    return bucket.plan.index
 
 
 def check_in_backward(optimizers: list[Any]) -> None:

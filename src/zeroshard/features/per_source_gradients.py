@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..engine.gradients.contribution import Division
-from ..engine.weights.buffer import Buffer, Place
+from ..engine.weights.bucket import Bucket, Place
 from ..errors import StateError, UserError
 from ..hooks import Feature
 from ..policies.incompatible import Settings
@@ -78,8 +78,8 @@ class PerSourceGradientsFeature(Feature):
     name = "gradients source by source"
     page = "meshes.md"
 
-    def division(self, buffer: Buffer, settings: Settings) -> Apart | None:
-        sources = buffer.team.seat.parts
+    def division(self, bucket: Bucket, settings: Settings) -> Apart | None:
+        sources = bucket.team.seat.parts
         return Apart(sources) if settings.apart and sources > 1 else None
 
 

@@ -30,7 +30,7 @@ from ..engine.gradients.accumulator import Accumulator
 from ..engine.gradients.sums import Delivery
 from ..events import Event
 from ..hooks import Feature
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import Seat
 
 
@@ -40,14 +40,14 @@ class Relay(Delivery):
     running: Tensor
     average: Tensor
 
-    def __init__(self, team: Team, bucket: Bucket, running: Tensor, average: Tensor) -> None:
+    def __init__(self, team: Team, plan: BucketPlan, running: Tensor, average: Tensor) -> None:
         """Begin to receive, unless a device's queue would wait for that.
 
         running: own shard, 1-D, in `sums.running_dtype`. It gets what the replica before has summed up.
         average: what this rank keeps of it, 1-D, in the accumulator's dtype. It gets what the last replica sends.
         """
         super().__init__(running, average)
-        seat, self.team, self.bucket = team.seat, team, bucket
+        seat, self.team, self.plan = team.seat, team, plan
         self.column: Column = team.column
         self.first, self.last = seat.replica == 0, seat.replica == seat.replicas - 1
         if not self.first:
@@ -69,7 +69,7 @@ class Relay(Delivery):
     def _count(self, sent: int, received: int) -> Event | None:
         on = _bytes(self.running)
         return self.team.ledger.move(
-            "relay", logical=on, sent=sent, received=received, state="gradients", bucket=self.bucket.index
+            "relay", logical=on, sent=sent, received=received, state="gradients", bucket=self.plan.index
         )
 
     def receive(self) -> None:
@@ -94,7 +94,7 @@ class Relay(Delivery):
         return self.column.hand_back(self.average)
 
     def _work(self, handles: list[Any], event: Event | None = None) -> Work:
-        return Work(handles, event, lambda handle: self.team.wait("relay", self.bucket.index, handle))
+        return Work(handles, event, lambda handle: self.team.wait("relay", self.plan.index, handle))
 
 
 class RelayOfParts(Relay):
@@ -106,7 +106,7 @@ class RelayOfParts(Relay):
     apart = True
 
     def __init__(
-        self, team: Team, bucket: Bucket, running: Tensor, average: Tensor, whole: Tensor, kept: Tensor | None
+        self, team: Team, plan: BucketPlan, running: Tensor, average: Tensor, whole: Tensor, kept: Tensor | None
     ) -> None:
         """whole: memory for the shard in the accumulator's dtype: for an earlier sum on the first replica, for the
         average on the last; `running` itself if that has the dtype. Other replicas do not use it.
@@ -115,9 +115,9 @@ class RelayOfParts(Relay):
         memory must not change until this rank has handed the sum on.
         """
         self._whole, self._kept = whole, kept
-        self._numels = [last - first for first, last in bucket.portions(team.seat)]
+        self._numels = [last - first for first, last in plan.portions(team.seat)]
         self._collecting = [] if kept is None else team.column.exchange(whole, kept, self._numels, out=False)
-        super().__init__(team, bucket, running, average)
+        super().__init__(team, plan, running, average)
         if self.first and kept is not None:
             self.start, self.came = whole, self._work(self._collecting)
 
@@ -127,7 +127,7 @@ class RelayOfParts(Relay):
 
     def _counted(self) -> Event | None:
         on, part = _bytes(self.running), _bytes(self.average)
-        others = self.bucket.shard_numel(self.team.position) * self.average.itemsize - part
+        others = self.plan.shard_numel(self.team.position) * self.average.itemsize - part
         begins = self._kept is not None
         sent = (others if self.last else on) + (begins and not self.first) * part
         received = (not self.first) * on + (not self.last) * part + (begins and self.first) * others
@@ -148,30 +148,30 @@ def _bytes(tensor: Tensor) -> int:
 
 def relayed(accumulator: Accumulator, scratch: Scratch[Tensor]) -> Delivery:
     """Return the delivery of one bucket's sum, if replicas hand it on and this rank has a part of it."""
-    buffer, team, bucket = accumulator.buffer, accumulator.buffer.team, accumulator.bucket
-    own = bucket.shard_numel(team.position)
+    bucket, team, plan = accumulator.bucket, accumulator.bucket.team, accumulator.plan
+    own = plan.shard_numel(team.position)
     if team.seat.summed == 1 or not own:
         return Delivery()
-    running = scratch.take(own, running_dtype(buffer.grad_dtype))
-    if buffer.placements.by_part:
+    running = scratch.take(own, running_dtype(bucket.grad_dtype))
+    if bucket.placements.by_part:
         return _of_parts(accumulator, scratch, running)
     # The average comes straight to where the sum rests: it cannot come before that was read.
-    return Relay(team, bucket, running, accumulator.landing(scratch.take))
+    return Relay(team, plan, running, accumulator.landing(scratch.take))
 
 
 def _of_parts(accumulator: Accumulator, scratch: Scratch[Tensor], running: Tensor) -> RelayOfParts:
-    buffer, beside = accumulator.buffer, []
+    bucket, beside = accumulator.bucket, []
 
     def take(numel: int, of: torch.dtype) -> Tensor:
         beside.append(scratch.take(numel, of))
         return beside[-1]
 
-    seat, whole = buffer.team.seat, running
+    seat, whole = bucket.team.seat, running
     ends = seat.replica == seat.replicas - 1 or (seat.replica == 0 and accumulator.filled)
-    if ends and running.dtype != buffer.grad_dtype:
-        whole = take(running.numel(), buffer.grad_dtype)
+    if ends and running.dtype != bucket.grad_dtype:
+        whole = take(running.numel(), bucket.grad_dtype)
     kept = accumulator.kept(take) if accumulator.filled else None
-    found = RelayOfParts(buffer.team, accumulator.bucket, running, accumulator.landing(scratch.take), whole, kept)
+    found = RelayOfParts(bucket.team, accumulator.plan, running, accumulator.landing(scratch.take), whole, kept)
     found.beside = beside
     return found
 

@@ -36,7 +36,7 @@ from ..tiers.tier import DeviceTier, Rest, Tier
 
 if TYPE_CHECKING:
     from ..engine.build.assembly import Assembly
-    from ..engine.weights.buffer import Buffer
+    from ..engine.weights.bucket import Bucket
     from ..engine.weights.unit import Unit
 
 log = logging.getLogger("zeroshard")
@@ -58,7 +58,7 @@ class Split(Rest):
         self.parameters = parameters
         self.first, self.numel = first, last - first
         self.on_device = tier.on_device
-        self.planes = tier.rest("master", parameters.bucket.index, split_nbytes(self.numel), torch.uint8)
+        self.planes = tier.rest("master", parameters.plan.index, split_nbytes(self.numel), torch.uint8)
         self.device = device  # reserves temporary memory
         self.before: Tensor | None = None  # a copy of the parameters that the planes belong to, while edits are allowed
         self._home = tier.device
@@ -96,7 +96,7 @@ class Split(Rest):
     @property
     def tensor(self) -> Tensor:  # type: ignore[override]
         if self._joined is None:
-            raise AssertionError(f"the master of bucket {self.parameters.bucket.index} is not joined")
+            raise AssertionError(f"the master of bucket {self.parameters.plan.index} is not joined")
         return self._joined
 
     @contextlib.contextmanager
@@ -193,10 +193,10 @@ class SplitOf(Plain):
     alone = True
     asks = True  # ask the host for edits first: without any, joined masters need not be split again
 
-    def __init__(self, buffer: Buffer, masters: Tensor) -> None:
+    def __init__(self, bucket: Bucket, masters: Tensor) -> None:
         """masters: the first, of which the parameters are the cast."""
-        super().__init__(buffer)
-        self.rest = Split(buffer.parameters, *buffer.updated, buffer.tiers["optimizer"], buffer.tier)
+        super().__init__(bucket)
+        self.rest = Split(bucket.parameters, *bucket.updated, bucket.tiers["optimizer"], bucket.tier)
         self.rest.seed(masters)
         self.rest.behind()
 
@@ -206,7 +206,7 @@ class SplitOf(Plain):
 
     def before_taking_back(self) -> None:
         # While the lower halves' own parameters still rest.
-        super().follow(self.buffer.full[slice(*self.buffer.updated)], asked=True)
+        super().follow(self.bucket.full[slice(*self.bucket.updated)], asked=True)
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
         if self.rest.before is None or not super().follow(params, asked=True):
@@ -231,8 +231,8 @@ def _divides_masters(precision: Precision, partition: Partition, placements: Pla
         return False
     found = {
         master_of(formats, placements, at, one_memory=True)
-        for bucket, at in zip(partition.buckets, offload.buckets(partition.buckets), strict=True)
-        if bucket.trainable and (formats := precision.formats(bucket)).splits
+        for plan, at in zip(partition.buckets, offload.buckets(partition.buckets), strict=True)
+        if plan.trainable and (formats := precision.formats(plan)).splits
     }
     if not found:
         raise UserError(
@@ -246,29 +246,29 @@ def _divides_masters(precision: Precision, partition: Partition, placements: Pla
     return Master.SPLIT in found
 
 
-def _lost(buffer: Buffer) -> bool | Tensor:
+def _lost(bucket: Bucket) -> bool | Tensor:
     """Tell if parameters that rest were edited where their masters could not follow. On a device the answer stays
     there."""
-    if not (buffer.resident and isinstance(buffer.codec, SplitOf)) or buffer.codec.follows:
+    if not (bucket.resident and isinstance(bucket.codec, SplitOf)) or bucket.codec.follows:
         return False
-    buffer.land()
-    buffer.rebind()
-    return buffer.edits.differ(buffer.parameters.of(*buffer.updated))
+    bucket.land()
+    bucket.rebind()
+    return bucket.edits.differ(bucket.parameters.of(*bucket.updated))
 
 
-def _report_lost_edits(buffers: Sequence[Buffer], group: Group) -> None:
+def _report_lost_edits(buckets: Sequence[Bucket], group: Group) -> None:
     """Report, before all ranks meet, replicated weights that were edited where split masters could not follow.
 
     After a weight is edited the lower half of its master is meaningless, and only the weights from before tell which
     elements were edited. A copy of these exists only inside `gathered()`.
     """
-    found = [_lost(buffer) for buffer in buffers]
+    found = [_lost(bucket) for bucket in buckets]
     answers = [each for each in found if isinstance(each, Tensor)]
     if not (any(each is True for each in found) or (answers and ask(torch.stack(answers).any()))):
         return
-    for buffer, lost in zip(buffers, found, strict=True):
+    for bucket, lost in zip(buckets, found, strict=True):
         if lost is True or (isinstance(lost, Tensor) and ask(lost)):
-            names = [slot.name for slot in buffer.bucket.slots]
+            names = [slot.name for slot in bucket.plan.slots]
             group.report(
                 StateError(
                     "weights were edited outside gathered(), where split masters cannot follow",
@@ -289,19 +289,19 @@ class SplitMasterFeature(Feature):
         halves = _divides_masters(assembly.precision, assembly.partition, assembly.placements, assembly.offload)
         check_by_bucket(optimizers if halves else ())
 
-    def masters(self, buffer: Buffer, values: Tensor) -> tuple[Plain, Rest] | None:
-        if buffer.masters is not Master.SPLIT:
+    def masters(self, bucket: Bucket, values: Tensor) -> tuple[Plain, Rest] | None:
+        if bucket.masters is not Master.SPLIT:
             return None
-        made = SplitOf(buffer, values)
+        made = SplitOf(bucket, values)
         return made, made.rest
 
-    def check_edits(self, buffers: Sequence[Buffer], group: Group) -> None:
-        _report_lost_edits(buffers, group)
+    def check_edits(self, buckets: Sequence[Bucket], group: Group) -> None:
+        _report_lost_edits(buckets, group)
 
     @contextlib.contextmanager
     def editing(self, units: Sequence[Unit]) -> Iterator[None]:
         """Allow edits of these units' replicated weights inside, though their masters are split."""
-        codecs = [buffer.codec for unit in units for buffer in unit.buffers if buffer.resident]
+        codecs = [bucket.codec for unit in units for bucket in unit.buckets if bucket.resident]
         kept = [codec for codec in codecs if isinstance(codec, SplitOf) and codec.keep()]
         try:
             yield

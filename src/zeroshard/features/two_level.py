@@ -17,7 +17,7 @@ from ..comm.process_team import ProcessTeam
 from ..comm.transport import Team, Work
 from ..device import behind
 from ..hooks import Feature
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 
 BETWEEN_HOSTS = "between hosts"  # a stream of the device
 
@@ -82,7 +82,7 @@ class TwoLevelFeature(Feature):
     name = "hosts"
     page = "hosts.md"
 
-    def gathers(self, team: Team) -> Callable[[Team, Tensor, Bucket, str], Work] | None:
+    def gathers(self, team: Team) -> Callable[[Team, Tensor, BucketPlan, str], Work] | None:
         if not team.seat.hosts:
             return None
         streams = team.gathering if isinstance(team, ProcessTeam) and not team.queued else []
@@ -92,12 +92,12 @@ class TwoLevelFeature(Feature):
         return partial(_gather, levels)
 
 
-def _gather(levels: Levels | None, team: Team, full: Tensor, bucket: Bucket, state: str) -> Work:
+def _gather(levels: Levels | None, team: Team, full: Tensor, plan: BucketPlan, state: str) -> Work:
     """Gather, in place, a bucket of whose shards each rank has a part; `full` holds this rank's part."""
-    first = team.column.share(full[slice(*bucket.shard(team.position))], bucket, state, gathers=True)
+    first = team.column.share(full[slice(*plan.shard(team.position))], plan, state, gathers=True)
 
     def launch() -> Work:
-        return team.gather(full, bucket, state)
+        return team.gather(full, plan, state)
 
     if not team.queued:
         return Later(first, launch, levels)

@@ -31,7 +31,7 @@ from ..comm.all_or_none import Together
 from ..engine.build.supported_optimizers import block_of
 from ..engine.step.fragment import Fragment, Shapes, fixed_shapes, per_element, rests_away
 from ..engine.step.optim import Binding
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..errors import CheckpointError, UserError
 from ..layout.partition import Slot
 from ..planner.optimizers import Shown, asked_with, probe
@@ -117,15 +117,15 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 @torch.inference_mode(False)  # some of its tensors become the optimizer's
 def state_dict(running: ModelState) -> dict[str, Any]:
     """Return this rank's part of the model and its optimizers, by reference."""
-    if any(rest.on_demand for buffer in running.buffers for rest in (buffer.parameters, buffer.updating)) or any(
-        rests_away(buffer) for binding in running.bindings for buffer in running.buffers
+    if any(rest.on_demand for bucket in running.buckets for rest in (bucket.parameters, bucket.updating)) or any(
+        rests_away(bucket) for binding in running.bindings for bucket in running.buckets
     ):
         raise UserError(
             "torch.distributed.checkpoint wants all states in memory, and some rest in files or in halves",
             expected='no state in "nvme", and no split_master',
             instead="zero.save(folder), which reads them bucket by bucket",
         )  # fmt: skip
-    if cut := [slot.name for buffer in running.buffers for slot in buffer.bucket.slots if slot.cut]:
+    if cut := [slot.name for bucket in running.buckets for slot in bucket.plan.slots if slot.cut]:
         raise UserError(
             "state_dict() knows parts of a tensor that are some of its rows, and tensor parallelism cut one otherwise",
             where=f"parameter {cut[0]!r}", instead="zero.save(folder), zero.load(folder)",
@@ -139,7 +139,7 @@ def state_dict(running: ModelState) -> dict[str, Any]:
     model |= {name: tensor.detach().clone() for name, tensor in persistent(running.model)}
     if not running.bindings:
         return {"model": model}
-    slots = [slot for buffer in running.buffers for slot in buffer.bucket.slots]
+    slots = [slot for bucket in running.buckets for slot in bucket.plan.slots]
     if stacked := [slot.name for slot in slots if slot.matrix not in ((), slot.shape)]:  # on all ranks, whoever has one
         raise UserError(
             "torch.distributed.checkpoint has one place for a parameter's states, and its matrices have several",
@@ -174,13 +174,13 @@ def _warn_of_local(name: str) -> None:
     )
 
 
-def _value(buffer: Buffer, slot: Slot) -> Any:
-    own, resting = slot.within(*buffer.saves), slot.within(*buffer.rests)
-    at, rows = slot.start + own.start - buffer.updated[0], buffer.among(slot).offset
+def _value(bucket: Bucket, slot: Slot) -> Any:
+    own, resting = slot.within(*bucket.saves), slot.within(*bucket.rests)
+    at, rows = slot.start + own.start - bucket.updated[0], bucket.among(slot).offset
     if not slot.numel:
-        return torch.empty(slot.shape, dtype=buffer.target.dtype, device="cpu")
+        return torch.empty(slot.shape, dtype=bucket.target.dtype, device="cpu")
     written, read = ((rows + part.start, rows + part.stop) for part in (own, resting))
-    return Sharded(buffer.among(slot).shape, buffer.target[at : at + own.numel].detach(), written, read)
+    return Sharded(bucket.among(slot).shape, bucket.target[at : at + own.numel].detach(), written, read)
 
 
 def _states(running: ModelState, binding: Binding) -> Iterator[tuple[Fragment, Mapping[str, Any]]]:
@@ -223,9 +223,9 @@ def _state(fragment: Fragment, key: str, value: Any, fixed: Shapes) -> Any:
     if not per_element(fragment, key, value, fixed):
         return value.detach().clone()  # a copy, since DCP loads in place, and perhaps not on every rank
     flat = value.detach().reshape(-1)[own.start - part.start : own.stop - part.start]
-    rows = fragment.buffer.among(fragment.slot).offset
+    rows = fragment.bucket.among(fragment.slot).offset
     written, read = ((rows + each.start, rows + each.stop) for each in (own, part))
-    return Sharded(fragment.buffer.among(fragment.slot).shape, flat, written, read)
+    return Sharded(fragment.bucket.among(fragment.slot).shape, flat, written, read)
 
 
 # --- in -------------------------------------------------------------------------------------------------------------
@@ -250,13 +250,13 @@ def load_state_dict(running: ModelState, state: Mapping[str, Any]) -> None:
 
 def _stage(running: ModelState, state: Mapping[str, Any], staged: Staged) -> None:
     for record in running.records:
-        buffer, slot = running.places[record.name]
+        bucket, slot = running.places[record.name]
         if slot.numel:
             value = _loaded(record.name, state["model"][record.name])
             staged.values[record.name] = value
-            if buffer.master is not None:
-                updated = slot.within(*buffer.updated)
-                first = state["model"][record.name].reads[0] - buffer.among(slot).offset
+            if bucket.master is not None:
+                updated = slot.within(*bucket.updated)
+                first = state["model"][record.name].reads[0] - bucket.among(slot).offset
                 staged.masters[record.name] = value[updated.start - first : updated.stop - first]
     staged.buffers = {name: state["model"][name] for name, _ in persistent(running.model)}
     if not running.bindings:

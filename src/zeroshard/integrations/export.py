@@ -34,7 +34,7 @@ from ..checkpoint.manifest import VALUE, Saved, by_number, numel
 from ..checkpoint.staging import clean, discard, owner, place_beside, temporary
 from ..comm.agreement import Group
 from ..comm.all_or_none import Together
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..errors import CheckpointError, UserError
 from ..layout.partition import Slot, plain_name
 from ..layout.shard_dim import ONE_STRIP, Strips
@@ -320,17 +320,17 @@ def export(running: ModelState, path: str | os.PathLike[str], **asked: Any) -> N
             if group.rank == 0:
                 config = adapted or _config_writer(running.model) is not None
                 weights = folder.begin(wanted, tensors, config=config, adapter=adapted)
-        for buffer in running.buffers:
-            slots = [slot for slot in buffer.bucket.slots if not adapted or slot.name in chosen]
+        for bucket in running.buckets:
+            slots = [slot for slot in bucket.plan.slots if not adapted or slot.name in chosen]
             if not slots:
                 continue
-            with gathered(buffer, wanted, together) as own:
-                for part, flat in each_part(buffer, own, group):
+            with gathered(bucket, wanted, together) as own:
+                for part, flat in each_part(bucket, own, group):
                     with together.noting():
                         if weights is not None and not together.failed:
                             for slot in slots:
                                 name, values = chosen.get(slot.name, [slot.name])[0], flat[slot.start : slot.stop].cpu()
-                                place(weights, name, buffer, slot, part, values)
+                                place(weights, name, bucket, slot, part, values)
         with together:
             if weights is not None and not together.failed:
                 for name, tensor in whole.items():
@@ -362,43 +362,43 @@ def held_whole(running: ModelState) -> dict[str, Tensor]:
     return dict(persistent(running.model)) | {name: param for name, param in named if name not in managed}
 
 
-def place(into: Any, name: str, buffer: Buffer, slot: Slot, part: int, values: Tensor) -> None:
+def place(into: Any, name: str, bucket: Bucket, slot: Slot, part: int, values: Tensor) -> None:
     """Write one part of a parameter, of those that `each_part` yields, to where it lies in the whole one."""
-    _write_strips(into, name, part * slot.numel, values, buffer.among(slot).strips)
+    _write_strips(into, name, part * slot.numel, values, bucket.among(slot).strips)
 
 
 @contextlib.contextmanager
-def gathered(buffer: Buffer, wanted: Wanted, together: Together) -> Iterator[Tensor]:
+def gathered(bucket: Bucket, wanted: Wanted, together: Together) -> Iterator[Tensor]:
     """Gather a bucket on every rank as it is written: each casts what it owns, or the part of it that it updates."""
-    flat = buffer.tier.reserve("gather", buffer.bucket.numel, wanted.of(buffer.dtype))
-    low, high = buffer.bucket.shard(buffer.team.position)
-    first, last = max(low, buffer.updating.first), min(high, buffer.updating.last)
+    flat = bucket.tier.reserve("gather", bucket.plan.numel, wanted.of(bucket.dtype))
+    low, high = bucket.plan.shard(bucket.team.position)
+    first, last = max(low, bucket.updating.first), min(high, bucket.updating.last)
     try:
         with together.noting():
-            where = f"a parameter from {buffer.bucket.slots[0].name!r} on"
-            with buffer.updating.part(first, last).here() as own:
-                flat[first:last] = wanted.cast(where, own, buffer.dtype)
-        if buffer.updating.degree is Degree.ALL:
-            buffer.team.column.share(flat[low:high], buffer.bucket, EXPORTED).wait()
-        buffer.team.gather(flat, buffer.bucket, EXPORTED).wait()
+            where = f"a parameter from {bucket.plan.slots[0].name!r} on"
+            with bucket.updating.part(first, last).here() as own:
+                flat[first:last] = wanted.cast(where, own, bucket.dtype)
+        if bucket.updating.degree is Degree.ALL:
+            bucket.team.column.share(flat[low:high], bucket.plan, EXPORTED).wait()
+        bucket.team.gather(flat, bucket.plan, EXPORTED).wait()
         yield flat
     finally:  # after an interrupt it may still be arriving: the ranks recover before anything takes this memory
-        buffer.tier.give_back("gather", flat)
+        bucket.tier.give_back("gather", flat)
 
 
-def each_part(buffer: Buffer, own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
+def each_part(bucket: Bucket, own: Tensor, group: Group) -> Iterator[tuple[int, Tensor]]:
     """Yield (part, gathered bucket) on every rank; along an axis each team's in turn, since each holds other rows."""
-    if not buffer.bucket.axis:
+    if not bucket.plan.axis:
         yield 0, own
         return
-    theirs = buffer.tier.reserve("gather", own.numel(), own.dtype)
+    theirs = bucket.tier.reserve("gather", own.numel(), own.dtype)
     try:
-        for part, team in enumerate(buffer.team.seat.teams()):
+        for part, team in enumerate(bucket.team.seat.teams()):
             theirs.copy_(own)
             group.broadcast(theirs, team[0])
             yield part, theirs
     finally:
-        buffer.tier.give_back("gather", theirs)
+        bucket.tier.give_back("gather", theirs)
 
 
 def _config_writer(model: nn.Module) -> Callable[[Path], Any] | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..arithmetic.sums import as_bytes
 from ..checkpoint.content import ModelState, model_state, persistent
 from ..comm.all_or_none import Together
-from ..engine.weights.buffer import Buffer
+from ..engine.weights.bucket import Bucket
 from ..engine.weights.modes import seen, unseen
 from ..errors import Error, StateError, UserError
 from .export import Kind, Wanted, each_part, gathered, held_whole, place
@@ -39,7 +39,7 @@ class WeightStream:
         found = {r.name: Kind(running.shape(r), of(r.param.dtype), r.names) for r in running.managed}
         found |= {name: Kind(tuple(each.shape), of(each.dtype), [name]) for name, each in held_whole(running).items()}
         # In the order in which they come.
-        order = [slot.name for buffer in running.buffers for slot in buffer.bucket.slots]
+        order = [slot.name for bucket in running.buckets for slot in bucket.plan.slots]
         self.tensors: Mapping[str, Kind] = {name: found[name] for name in dict.fromkeys([*order, *found])}
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class WeightStream:
         running, steps, left = model_state(engine), engine.group.progress.steps, False
         together = Together(engine.group, lambda told: UserError("the weights were not streamed", got="; ".join(told)))
         with engine.ledger.during("export"):
-            for buffer in [*running.buffers, None]:
+            for bucket in [*running.buckets, None]:
                 if engine.group.progress.steps != steps and not left:
                     raise StateError(
                         "the model was trained while its weights were streamed",
@@ -68,8 +68,8 @@ class WeightStream:
                 with contextlib.ExitStack() as holding:
                     try:
                         with engine.group.as_one(), torch.no_grad():
-                            if buffer is not None:
-                                whole = _bucket(running, buffer, self._wanted, together, holding)
+                            if bucket is not None:
+                                whole = _bucket(running, bucket, self._wanted, together, holding)
                             else:
                                 whole = _copied(running, self._wanted, together)
                     except Error as error:
@@ -98,26 +98,26 @@ class _Room:
 
 
 def _bucket(
-    running: ModelState, buffer: Buffer, wanted: Wanted, together: Together, holding: contextlib.ExitStack
+    running: ModelState, bucket: Bucket, wanted: Wanted, together: Together, holding: contextlib.ExitStack
 ) -> dict[str, Tensor]:
     """Gather the whole tensors of a bucket: views of it, or put together, where other ranks have other parts of them.
 
     holding: gives their memory back as it is closed.
     """
-    slots, tier = buffer.bucket.slots, buffer.tier
-    shapes = {slot.name: torch.Size(buffer.among(slot).shape) for slot in slots}
+    slots, tier = bucket.plan.slots, bucket.tier
+    shapes = {slot.name: torch.Size(bucket.among(slot).shape) for slot in slots}
     if all(shapes[slot.name] == slot.shape for slot in slots):
-        own = holding.enter_context(gathered(buffer, wanted, together))
+        own = holding.enter_context(gathered(bucket, wanted, together))
         with together:
             pass  # a rank may have found a value that the dtype cannot hold
         return {slot.name: own[slot.start : slot.stop].view(slot.shape) for slot in slots}
-    memory = tier.reserve("gather", sum(shape.numel() for shape in shapes.values()), wanted.of(buffer.dtype))
+    memory = tier.reserve("gather", sum(shape.numel() for shape in shapes.values()), wanted.of(bucket.dtype))
     holding.callback(tier.give_back, "gather", memory)
     room = _Room(memory, shapes)
-    with gathered(buffer, wanted, together) as own:
-        for part, flat in each_part(buffer, own, running.group):
+    with gathered(bucket, wanted, together) as own:
+        for part, flat in each_part(bucket, own, running.group):
             for slot in slots:
-                place(room, slot.name, buffer, slot, part, flat[slot.start : slot.stop])
+                place(room, slot.name, bucket, slot, part, flat[slot.start : slot.stop])
         with together:
             pass
     return {name: room.tensors[name].view(shape) for name, shape in shapes.items()}

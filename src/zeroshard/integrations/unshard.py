@@ -51,7 +51,7 @@ class Unsharded:
 def unshard(zero: Zero) -> None:
     """Unshard on every rank, or on none."""
     _unshard(zero)
-    gc.collect()  # hooks, bindings and buffers refer to each other: their memory would stay until the next time
+    gc.collect()  # hooks, bindings and buckets refer to each other: their memory would stay until the next time
 
 
 @torch.inference_mode(False)  # the tensors made here are trained
@@ -152,12 +152,12 @@ def _send(
     running.group.broadcast(content, source)
     sent = content.view(sent.dtype).view(shape)
     key = state if state == VALUE else own_name(state)
-    buffer, slot = running.places[name]
+    bucket, slot = running.places[name]
     if start is None:  # one number, or a shape of its own
-        if buffer.team.seat.parts == 1 or source in buffer.team.seat.members(running.group.rank):
+        if bucket.team.seat.parts == 1 or source in bucket.team.seat.members(running.group.rank):
             found[name][key] = sent.cpu() if on_cpu else sent
         return
-    numel, first = -(-slot.numel // grain), buffer.among(slot).offset // grain
+    numel, first = -(-slot.numel // grain), bucket.among(slot).offset // grain
     if key not in found[name]:  # as load_state_dict leaves it: in the parameter's shape, and in its dtype
         cast = grain == 1 and sent.is_floating_point()
         like = found[name][VALUE].dtype if cast else sent.dtype
@@ -183,10 +183,10 @@ def _free_optimizer(binding: Binding, found: Found) -> None:
             kept = zip(group["params"], group["param_names"], strict=True)
             names = [name for param, name in kept if id(param) not in fragments]
             group["param_names"] = [*(place.name for place in places), *names]
-        group["params"][:] = [*(place.buffer.params[place.position] for place in places), *left_alone]
+        group["params"][:] = [*(place.bucket.params[place.position] for place in places), *left_alone]
         for place in places:
             if state := found[place.name]:
-                param = place.buffer.params[place.position]
+                param = place.bucket.params[place.position]
                 optimizer.state[param] = state
     guard(optimizer, ())
     _forget_hooks(optimizer.__dict__)

@@ -259,12 +259,12 @@ def _read(zero: Zero, weights: Weights, tensors: dict[str, tuple[int, ...]]) -> 
         name = _place(known[record.name], running.shape(record), tensors)
         if name is not None:
             start, stop = resting(running, record.name)
-            buffer, slot = running.places[record.name]
-            among = buffer.among(slot)
+            bucket, slot = running.places[record.name]
+            among = bucket.among(slot)
             runs = among.strips.rows_of(among.offset + start, among.offset + stop)
             values = [weights.interval(name, low, high) for low, high in runs]
             value = torch.cat(values) if len(values) > 1 else [*values, weights.interval(name, 0, 0)][0]
-            updated = slot.within(*buffer.updated)
+            updated = slot.within(*bucket.updated)
             put(running, record.name, value, value[updated.start - start : updated.stop - start])
     for name, tensor in persistent(running.model):
         if (found := _place(known[name], tensor.shape, tensors)) is not None:

@@ -46,8 +46,8 @@ class WarmUpFeature(Feature):
         group = engine.group
         if not asynchronous(group.device):
             return
-        buffers = [accumulator.buffer for accumulator in engine.gradients.accumulators]
-        for sums, sent, master in sorted({(b.grad_dtype, b.reduce_dtype, b.formats.master) for b in buffers}, key=str):
+        buckets = [accumulator.bucket for accumulator in engine.gradients.accumulators]
+        for sums, sent, master in sorted({(b.grad_dtype, b.reduce_dtype, b.formats.master) for b in buckets}, key=str):
             like = torch.empty(0, dtype=sums, device=group.device)
             if not simulated(like):
                 launch_once(like, sent, master, group.sources)

@@ -151,8 +151,8 @@ class BucketKey:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bucket(BucketKey):
-    """A flat run of parameters with one key.
+class BucketPlan(BucketKey):
+    """The plan of one bucket: a flat run of parameters with one key.
 
     bounds has one more entry than a team has ranks: position r's shard is elements [bounds[r], bounds[r + 1]).
     """
@@ -219,7 +219,7 @@ class Partition:
 
     ranks: int
     align: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[BucketPlan, ...]
 
     def __post_init__(self) -> None:
         for bucket in self.buckets:
@@ -240,7 +240,7 @@ class Partition:
         """True if in each bucket all shards are of one size."""
         return all(len({bucket.shard_numel(at) for at in range(bucket.size)}) <= 1 for bucket in self.buckets)
 
-    def find(self, name: str) -> tuple[Bucket, Slot]:
+    def find(self, name: str) -> tuple[BucketPlan, Slot]:
         """Return the bucket and slot of a parameter. Raises `UserError` for a name it does not know."""
         for bucket in self.buckets:
             for slot in bucket.slots:
@@ -335,7 +335,7 @@ def partition(specs: Iterable[Spec], layout: Layout, ranks: int, on_axis: int = 
         ranks,
         layout.base,
         tuple(
-            Bucket(**vars(p.key), index=at, slots=p.slots, numel=bounds[at][-1], bounds=bounds[at])
+            BucketPlan(**vars(p.key), index=at, slots=p.slots, numel=bounds[at][-1], bounds=bounds[at])
             for at, p in enumerate(packed)
         ),
     )

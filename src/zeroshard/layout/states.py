@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..errors import UserError
 from ..events import DEVICE, HOST, NVME, SHARED
-from .partition import Bucket
+from .partition import BucketPlan
 from .stage import STAGES, STATES, Degree, Placements, Seat
 
 
@@ -111,7 +111,9 @@ class Resting(NamedTuple):
     master: Master
     rows: list[Row]
 
-    def largest(self, bucket: Bucket, seat: Seat, placements: Placements, at: Mapping[str, str], tier: str) -> Sizes:
+    def largest(
+        self, bucket: BucketPlan, seat: Seat, placements: Placements, at: Mapping[str, str], tier: str
+    ) -> Sizes:
         """Return {kind: bytes} of the largest state that a rank can have of the bucket in a tier, kind by kind, but for
         what an optimizer keeps."""
         found = {}
@@ -147,7 +149,7 @@ def masters(formats: Formats[F], placements: Placements) -> dict[tuple[str, str]
 
 
 def resting(
-    bucket: Bucket,
+    bucket: BucketPlan,
     formats: Formats[F],
     placements: Placements,
     at: Mapping[str, str],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..events import NVME
-from ..layout.partition import Bucket, Slot
+from ..layout.partition import BucketPlan, Slot
 from ..layout.states import Resting, resting
 from .optimizers import Shown, asked_with, probe
 from .states import Holding, Kept, Seats, Tiers
@@ -36,7 +36,7 @@ def holding(zero: Zero) -> Holding:
 
     precision = zero._engine.precision
 
-    def rests(bucket: Bucket) -> Resting:
+    def rests(bucket: BucketPlan) -> Resting:
         scales = sum(tiles.number for tiles in grids(bucket, precision.scaling)) if bucket.fp8 else 0
         return resting(
             bucket, precision.formats(bucket), zero.placements, zero._engine.resting[bucket.index],
@@ -53,7 +53,7 @@ def holding(zero: Zero) -> Holding:
         members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
     probed: dict[tuple[int, Any, tuple[int, ...]], dict[str, Shown]] = {}
 
-    def kept(bucket: Bucket, slot: Slot) -> Kept:
+    def kept(bucket: BucketPlan, slot: Slot) -> Kept:
         if (bucket.index, slot.name) not in members:
             return {}
         number = members[bucket.index, slot.name]

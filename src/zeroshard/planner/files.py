@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..events import DEVICE
 from ..layout.limits import BUFFERS
-from ..layout.partition import Bucket, Partition
+from ..layout.partition import BucketPlan, Partition
 from ..layout.stage import ALONE, Placements, Seat
 from ..layout.states import Master
 from .built import holding
@@ -107,7 +107,7 @@ class _Step:
         """Bytes so far."""
         return Moves(*(sum(getattr(file, each) for file in self.files.values()) for each in Moves._fields))
 
-    def gather(self, buckets: Iterable[Bucket]) -> None:
+    def gather(self, buckets: Iterable[BucketPlan]) -> None:
         for bucket in buckets:
             self.parameters.use(bucket.index, changed=False)
 

@@ -60,7 +60,7 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
     ]
     if one.zero._engine.group.team.shares:
         notes.append('as ranks of one host, which share memory; elsewhere: Comm(transport="gloo")')
-    masters = {buffer.masters for stage in asked.stages for buffer in runs[stage].zero._engine.buffers}
+    masters = {bucket.masters for stage in asked.stages for bucket in runs[stage].zero._engine.buckets}
     if asked.precision and asked.precision.split_master and Master.ALONE in masters:
         notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")
     if asked.offload is not None and one.zero._engine.device.type == "cpu":
@@ -190,11 +190,11 @@ def _traffic(run: Simulation) -> traffic.Traffic:
     model = sum(bucket.numel * run.zero.dtypes(bucket).rest.itemsize for bucket in run.zero.partition.buckets)
     passes = round(gathered.logical / model, 2) if model else 0.0
     codecs = [each.codec for each in run.zero._engine.reduction.contributions.values()]
-    trained = sum(codec.bucket.numel * codec.dtype.itemsize for codec in codecs)
+    trained = sum(codec.plan.numel * codec.dtype.itemsize for codec in codecs)
     relays = [event for event in run.events if event.verb == "relay"]
-    summed = {each.bucket.index: each.sum for each in run.zero._engine.gradients.accumulators}
+    summed = {each.plan.index: each.sum for each in run.zero._engine.gradients.accumulators}
     averages = [summed[e.bucket] for e in relays if e.bucket is not None]
-    backs = [each.bucket.shard_numel(each.team.position) * each.dtype.itemsize for each in averages]
+    backs = [each.plan.shard_numel(each.team.position) * each.dtype.itemsize for each in averages]
     on, back = (sum(column) // RECORDED for column in ([e.logical for e in relays], backs))
     by_part = run.zero.placements.by_part
     reductions = len(relays) // max(len({each.bucket for each in relays}) * RECORDED, 1)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ..comm.reduce_pipeline import Flow, Memory
 from ..events import DEVICE, SHARED
 from ..layout.limits import IN_FLIGHT, LEAVING, PREFETCH, room
-from ..layout.partition import Bucket, Partition
+from ..layout.partition import BucketPlan, Partition
 from ..layout.stage import ALONE, Placements, Seat, seat
 from .recipes import CODED, Recipe, exact
 from .states import At, Seats
@@ -47,7 +47,7 @@ class ItemSizes(NamedTuple):
     split: bool = False  # are masters joined for a step, wherever parameters rest beside them?
     in_8_bits: ItemSizes | None = None  # of buckets whose parameters rest in 8 bits
 
-    def of(self, bucket: Bucket) -> ItemSizes:
+    def of(self, bucket: BucketPlan) -> ItemSizes:
         """Return the item sizes of a bucket."""
         return self.in_8_bits if bucket.fp8 and self.in_8_bits is not None else self
 
@@ -122,7 +122,7 @@ def instants(
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     units = _in_units(partition.buckets)
 
-    def nbytes(bucket: Bucket) -> int:
+    def nbytes(bucket: BucketPlan) -> int:
         return _nbytes(bucket.numel, sizes.of(bucket).gathered)
 
     brought = _brought(partition, placements, sizes, resting)
@@ -137,7 +137,7 @@ def instants(
         buckets = [bucket for unit in window for bucket in units[unit] if bucket.index in brought]
         return _some({GATHER: sum(whole[unit] for unit in window)}, lent(buckets, "parameters"))
 
-    def lent(buckets: Iterable[Bucket], kind: str) -> dict[str, int]:
+    def lent(buckets: Iterable[BucketPlan], kind: str) -> dict[str, int]:
         found = [(b.shard_numel(seats.of(b).position), getattr(sizes.of(b), kind)) for b in buckets if b.size > 1]
         return {LENT: sum(_nbytes(*each) for each in found) * shares}
 
@@ -168,7 +168,7 @@ def instants(
     return found
 
 
-def _published(trained: Sequence[Bucket], placements: Placements, sizes: ItemSizes, resting: At | None) -> int:
+def _published(trained: Sequence[BucketPlan], placements: Placements, sizes: ItemSizes, resting: At | None) -> int:
     """Return the bytes of replicated parameters that rest elsewhere, as they go through the device bucket by bucket."""
     if placements.parameters or not placements.optimizer:
         return 0
@@ -225,7 +225,7 @@ def _brought(partition: Partition, placements: Placements, sizes: ItemSizes, res
     return {b.index for b in partition.buckets if b.index not in here or sizes.of(b).computed is not None}
 
 
-def _on_device(resting: At | None, bucket: Bucket, kind: str) -> bool:
+def _on_device(resting: At | None, bucket: BucketPlan, kind: str) -> bool:
     return resting is None or resting[bucket.index][kind] in (DEVICE, SHARED)
 
 
@@ -248,7 +248,7 @@ def _some(*tables: Mapping[str, int]) -> dict[str, int]:
     return {state: nbytes for table in tables for state, nbytes in table.items() if nbytes}
 
 
-def _init(units: Mapping[int, list[Bucket]], whole: Mapping[int, int], sizes: ItemSizes) -> Instant:
+def _init(units: Mapping[int, list[BucketPlan]], whole: Mapping[int, int], sizes: ItemSizes) -> Instant:
     """Return the instant of building a unit: gathered, beside one bucket of it in the dtype of what is updated."""
     gathered = max(whole.values(), default=0)
     build = max(
@@ -267,7 +267,7 @@ def _step(
     return {UPCAST: upcast, JOINED: max(joined, default=0)}
 
 
-def _joined(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
+def _joined(bucket: BucketPlan, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
     """Return the bytes of a bucket's split masters while they are joined; on the device."""
     alone = placements.together and _on_device(resting, bucket, "parameters")  # then nothing is split
     if not sizes.split or alone or not _on_device(resting, bucket, "optimizer"):
@@ -276,7 +276,7 @@ def _joined(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat
     return _nbytes(last - first, sizes.updated)
 
 
-def _upcast(bucket: Bucket, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
+def _upcast(bucket: BucketPlan, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
     """Return a bucket's bytes of gradients in the dtype of what is updated; 0 if they have it, or off the device."""
     sizes = sizes.of(bucket)
     if sizes.gradients == sizes.updated or not _on_device(resting, bucket, "optimizer"):
@@ -296,15 +296,20 @@ class _Updates:
     """
 
     def __init__(
-        self, placements: Placements, sizes: ItemSizes, seat: Callable[[Bucket], Seat], resting: At | None, allowed: int
+        self,
+        placements: Placements,
+        sizes: ItemSizes,
+        seat: Callable[[BucketPlan], Seat],
+        resting: At | None,
+        allowed: int,
     ) -> None:
         """Begin with nothing landed."""
         self._asked = placements, sizes, seat, resting
-        self._here: list[Bucket] = []  # the oldest first
+        self._here: list[BucketPlan] = []  # the oldest first
         self._waits = 0 if placements.optimizer else min(allowed, 1)
         self._most: dict[str, int] = {}
 
-    def land(self, bucket: Bucket) -> None:
+    def land(self, bucket: BucketPlan) -> None:
         """Let an average land. One that rests is not counted here."""
         if self._asked[1].in_backward:
             self._here.append(bucket)
@@ -331,7 +336,7 @@ class _Updates:
 
 
 def _each_bucket(
-    buckets: Sequence[Bucket], reduced: Mapping[int, Mapping[str, int]], gathered: Mapping[str, int]
+    buckets: Sequence[BucketPlan], reduced: Mapping[int, Mapping[str, int]], gathered: Mapping[str, int]
 ) -> list[Instant]:
     return [
         Instant(f"reduce of bucket {bucket.index}", _some(gathered, reduced[bucket.index]))
@@ -357,7 +362,7 @@ class _Counted(Memory[tuple[int]]):
 class _Sent(NamedTuple):
     """One bucket's sum on its way. Each is a piece of counted memory, or None where it needs none."""
 
-    bucket: Bucket
+    bucket: BucketPlan
     contribution: tuple[int] | None
     receive: tuple[int] | None
     running: tuple[int] | None
@@ -369,7 +374,7 @@ class _Sums(Flow[_Sent, tuple[int]]):
     """The engine's sums, of which only memory is counted."""
 
     def __init__(
-        self, memory: _Counted, sends: _Counted | None, waiting: int, averaged: Callable[[Bucket], None]
+        self, memory: _Counted, sends: _Counted | None, waiting: int, averaged: Callable[[BucketPlan], None]
     ) -> None:
         """averaged: called with each bucket whose average is there."""
         super().__init__(memory, sends, waiting)
@@ -385,16 +390,16 @@ class _Sums(Flow[_Sent, tuple[int]]):
         self._averaged(each.bucket)
 
 
-def _encoded(sums: _Sums, bucket: Bucket, contribution: tuple[int] | None) -> tuple[int]:
+def _encoded(sums: _Sums, bucket: BucketPlan, contribution: tuple[int] | None) -> tuple[int]:
     """Return the codes that take a contribution's place."""
     message = sums.sends.take(_nbytes(bucket.numel, CODED), 1)
     sums.sends.give_back(contribution)
     return message
 
 
-def _in_units(buckets: Iterable[Bucket]) -> dict[int, list[Bucket]]:
+def _in_units(buckets: Iterable[BucketPlan]) -> dict[int, list[BucketPlan]]:
     """Return {unit: its buckets}, in their order."""
-    units: dict[int, list[Bucket]] = {}
+    units: dict[int, list[BucketPlan]] = {}
     for bucket in buckets:
         units.setdefault(bucket.unit, []).append(bucket)
     return units
@@ -440,14 +445,14 @@ def _reductions(
     begun: dict[int, tuple[int] | None] = {}  # contributions, by bucket
     units = _in_units(trainable)
 
-    def begin(buckets: Iterable[Bucket]) -> None:
+    def begin(buckets: Iterable[BucketPlan]) -> None:
         for bucket in (each for each in buckets if each.index not in begun):
             own = sizes.of(bucket)
             in_place = kept and (no_sync or (fresh and own.gradients == own.reduced))
             there = in_place and _on_device(resting, bucket, "gradients")
             begun[bucket.index] = None if there else sums.sends.take(bucket.numel, own.filled(no_sync=no_sync))
 
-    def sent(bucket: Bucket) -> _Sent:
+    def sent(bucket: BucketPlan) -> _Sent:
         seat, rests = seats.of(bucket), _on_device(resting, bucket, "gradients")
         own_sizes = sizes.of(bucket)
         if own_sizes.coded:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import UserError, nearest
 from ..events import DEVICE
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import STAGES, Degree, Placements
 from ..layout.states import SPLIT_BITS, Formats, Master, masters
 from .quantities import number, plain
@@ -54,7 +54,7 @@ class Recipe:
     in_8_bits: Recipe | None = None
     scaling: str = "tensor"
 
-    def of(self, bucket: Bucket) -> Recipe:
+    def of(self, bucket: BucketPlan) -> Recipe:
         """Return the recipe of a bucket."""
         return self.in_8_bits if bucket.fp8 and self.in_8_bits is not None else self
 

@@ -348,16 +348,16 @@ def leave_out_arithmetic(optimizer: torch.optim.Optimizer) -> None:
 def facts(zero: Zero) -> dict[int, Facts]:
     """Return {index of a trained bucket: what decides how many kernels it takes, and how often the host waits}."""
     found, native = {}, zero._engine.comm.reduce == "native"
-    for bucket in (bucket for bucket in zero.partition.buckets if bucket.trainable):
-        buffer, dtypes = zero._engine.buffers[bucket.index], zero.dtypes(bucket)
-        sits, placed = buffer.team.seat, buffer.placements
-        found[bucket.index] = Facts(
-            len(bucket.slots), sits.size, sits.replicas, sits.replica, bool(placed.parameters),
+    for plan in (each for each in zero.partition.buckets if each.trainable):
+        bucket, dtypes = zero._engine.buckets[plan.index], zero.dtypes(plan)
+        sits, placed = bucket.team.seat, bucket.placements
+        found[plan.index] = Facts(
+            len(plan.slots), sits.size, sits.replicas, sits.replica, bool(placed.parameters),
             cast=dtypes.master != dtypes.param, narrow=dtypes.grad in LOW, native=native,
-            in_place=not placed.gradients and buffer.grad_dtype == buffer.reduce_dtype and sits.summed == 1
-            and (sits.size == 1 or buffer.team.arriving < sits.size),
+            in_place=not placed.gradients and bucket.grad_dtype == bucket.reduce_dtype and sits.summed == 1
+            and (sits.size == 1 or bucket.team.arriving < sits.size),
             by_part=placed.by_part, two_levels=placed.two_levels,
-            divided=divides_exactly(buffer.grad_dtype, buffer.reduce_dtype, zero._engine.group.sources),
+            divided=divides_exactly(bucket.grad_dtype, bucket.reduce_dtype, zero._engine.group.sources),
         )  # fmt: skip
     return found
 
@@ -438,9 +438,9 @@ class Counter(TorchDispatchMode):
         self.tokens = 0
         self.away: dict[str, int] = {}
         self._made: dict[int, Any] = {}
-        states = [flat for b in zero._engine.buffers for flat in (b.parameters, b.master, b.gradients)]
+        states = [flat for b in zero._engine.buckets for flat in (b.parameters, b.master, b.gradients)]
         resting = [flat.tensor for flat in states if flat is not None and not flat.on_demand]
-        engine = [*(b.full for b in zero._engine.buffers), *resting]
+        engine = [*(b.full for b in zero._engine.buckets), *resting]
         self._known: dict[
             int, Any
         ] = {}  # held weakly, or another storage may be made at the address of one that is gone

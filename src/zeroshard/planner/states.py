@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ..events import DEVICE, HOST, NVME
 from ..layout.limits import BUFFERS, PIECES, aligned
-from ..layout.partition import Bucket, Partition, Slot
+from ..layout.partition import BucketPlan, Partition, Slot
 from ..layout.stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
 from ..layout.states import TIERS, Resting, Row, resting
 from .recipes import PADDING, Recipe, exact, formats
@@ -41,11 +41,11 @@ class Reserved(NamedTuple):
 
 
 def reserved(
-    bucket: Bucket,
+    bucket: BucketPlan,
     placements: Placements,
     sits: Seat,
     rows: Sequence[Row],
-    kept: Callable[[Bucket, Slot], Kept],
+    kept: Callable[[BucketPlan, Slot], Kept],
     tier: str = DEVICE,
 ) -> Iterator[Reserved]:
     """Yield what is reserved for each state of a bucket. tier: of the optimizer's states.
@@ -112,7 +112,7 @@ class Seats(NamedTuple):
     everyone: Seat
     along: Seat = ALONE
 
-    def of(self, bucket: Bucket) -> Seat:
+    def of(self, bucket: BucketPlan) -> Seat:
         return self.along if bucket.axis else self.everyone
 
 
@@ -126,24 +126,24 @@ class Holding(NamedTuple):
     partition: Partition
     placements: Placements
     seats: Seats
-    resting: Callable[[Bucket], Resting]
-    kept: Callable[[Bucket, Slot], Kept]
+    resting: Callable[[BucketPlan], Resting]
+    kept: Callable[[BucketPlan, Slot], Kept]
     at: At | None = None
     accumulated: bool = True
     seen: dict[int, list[Reserved]] | None = None  # what was reserved for each bucket, where that stays as it is
 
-    def tier(self, bucket: Bucket) -> Mapping[str, str]:
+    def tier(self, bucket: BucketPlan) -> Mapping[str, str]:
         """Return the tier of each kind of a bucket's states."""
         return self.at[bucket.index] if self.at else DEVICE_ALONE
 
-    def reserved(self, bucket: Bucket) -> Iterable[Reserved]:
+    def reserved(self, bucket: BucketPlan) -> Iterable[Reserved]:
         if self.seen is None:
             return self._reserved(bucket)
         if bucket.index not in self.seen:
             self.seen[bucket.index] = list(self._reserved(bucket))
         return self.seen[bucket.index]
 
-    def _reserved(self, bucket: Bucket) -> Iterator[Reserved]:
+    def _reserved(self, bucket: BucketPlan) -> Iterator[Reserved]:
         rows, tier = self.resting(bucket).rows, self.tier(bucket)["optimizer"]
         return reserved(bucket, self.placements, self.seats.of(bucket), rows, self.kept, tier)
 
@@ -251,7 +251,7 @@ def of_recipe(
 
     alike: dict[tuple[object, ...], Resting] = {}  # of buckets of 16 bits and more, which differ in size only
 
-    def rests(bucket: Bucket) -> Resting:
+    def rests(bucket: BucketPlan) -> Resting:
         where, accumulated = at[bucket.index] if at else DEVICE_ALONE, not recipe.in_backward
         key = (bucket.index if bucket.fp8 else None, bucket.trainable, *where.values())
         if key not in alike:
@@ -265,7 +265,7 @@ def of_recipe(
     return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at, not recipe.in_backward, {})
 
 
-def _scales(bucket: Bucket, scaling: str) -> int:
+def _scales(bucket: BucketPlan, scaling: str) -> int:
     """Return the bytes of the scales of a bucket's tensors."""
     if not bucket.fp8:
         return 0

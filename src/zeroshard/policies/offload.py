@@ -17,7 +17,7 @@ from typing import Literal
 
 from ..errors import UserError, check_local, nearest
 from ..events import DEVICE, HOST, NVME, SHARED
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.stage import STATES
 from ..validation import FLAG, Field, check_fields, one_of
 from .comm import Comm
@@ -155,7 +155,7 @@ class Offload:
         """Return {tier: fraction of the state's bytes}; fractions add up to 1."""
         return {DEVICE: 1.0} if self.automatic else fractions(state, getattr(self, state))
 
-    def buckets(self, buckets: Sequence[Bucket]) -> list[dict[str, str]]:
+    def buckets(self, buckets: Sequence[BucketPlan]) -> list[dict[str, str]]:
         """Return for each bucket the tier of each state."""
         by_state = {
             state: self._assign(state, [b.numel if b.trainable or state == "parameters" else 0 for b in buckets])

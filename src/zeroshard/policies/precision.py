@@ -11,7 +11,7 @@ import torch
 
 from ..arithmetic.sums import LOW
 from ..errors import UserError, nearest
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from ..layout.states import Formats
 from ..validation import FLAG, Field, check_fields, is_patterns, one_of
 
@@ -166,11 +166,11 @@ class Precision:
         """Return the settings of exceptions (`kept`), or of all others."""
         return Precision(store_params=self.store_params) if kept else self
 
-    def of_bucket(self, bucket: Bucket) -> Precision:
+    def of_bucket(self, bucket: BucketPlan) -> Precision:
         """Return the settings of a bucket's parameters. Those in 8 bits rest beside masters, so they are stored."""
         return replace(self, store_params=True) if bucket.fp8 else self.of(kept=bucket.kept)
 
-    def formats(self, bucket: Bucket) -> Formats[torch.dtype]:
+    def formats(self, bucket: BucketPlan) -> Formats[torch.dtype]:
         """Return the formats of a bucket's states."""
         own = self.of_bucket(bucket)
         param: torch.dtype = getattr(torch, bucket.dtype.removeprefix("torch."))

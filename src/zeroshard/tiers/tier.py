@@ -24,7 +24,7 @@ from ..comm.transport import Team, Work
 from ..device import DeviceEvent, asynchronous, blank, event, pin, sent
 from ..events import DEVICE, HOST, Ledger
 from ..layout.limits import PIECES
-from ..layout.partition import Bucket
+from ..layout.partition import BucketPlan
 from .pool import Pool, zeros
 
 
@@ -81,9 +81,9 @@ class Rest:
         for start, to in parts:
             self.give(start, to)
 
-    def gather(self, team: Team, bucket: Bucket, state: str) -> Work:
+    def gather(self, team: Team, plan: BucketPlan, state: str) -> Work:
         """Bring every owner's elements to all ranks of the team, here, where the whole bucket rests."""
-        return team.gather(self.tensor, bucket, state)
+        return team.gather(self.tensor, plan, state)
 
     def forget(self) -> None:
         """Drop changes in memory without writing them back: the content at rest counts."""

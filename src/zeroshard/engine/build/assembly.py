@@ -1,4 +1,4 @@
-"""From a plain model to its parts on one rank: units, buckets, the tiers that states rest in, buffers of parameters.
+"""From a plain model to its parts on one rank: units, buckets, the tiers that states rest in, buckets of parameters.
 
 Nothing of the model changes before every rank has agreed that it can and will do the same.
 """
@@ -19,7 +19,7 @@ from ...comm.all_or_none import Together
 from ...errors import PeerError
 from ...events import DEVICE, HOST, NVME
 from ...hooks import check_present, features, first
-from ...layout.partition import Bucket, Partition, Spec, partition
+from ...layout.partition import BucketPlan, Partition, Spec, partition
 from ...layout.stacked import stacked
 from ...layout.stage import STATES
 from ...layout.states import placements, resting
@@ -29,7 +29,7 @@ from ...policies.layout import Layout
 from ...policies.offload import Offload
 from ...policies.precision import Precision
 from ...tiers.tier import DeviceTier, HostTier, Tier
-from ..weights.buffer import Buffer, Place
+from ..weights.bucket import Bucket, Place
 from ..weights.codec import Plain
 from ..weights.guard import SavedTensors
 from ..weights.unit import (
@@ -83,7 +83,7 @@ class Assembly:
     units: list[Unit] = field(default_factory=list)
     resting: list[dict[str, str]] = field(default_factory=list)  # for each bucket, the tier of each state
     tiers: dict[str, Tier] = field(default_factory=dict)
-    buffers: list[Buffer] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
     saved: SavedTensors = field(default_factory=SavedTensors)
     tensors: TensorParallel = field(default_factory=TensorParallel)
     givers: dict[str, int | None] = field(default_factory=dict)  # see `preflight.givers`
@@ -139,7 +139,7 @@ class Assembly:
             self.units.append(Unit(at, name, paths, own, recomputed=layout.recomputes(name)))
         for unit, others in zip(self.units, borrowed(found, self.managed), strict=True):
             unit.borrows = [self.units[other] for other in others]
-        self.group.progress.units = [self.units[bucket.unit].name or "the model" for bucket in self.partition.buckets]
+        self.group.progress.units = [self.units[plan.unit].name or "the model" for plan in self.partition.buckets]
         self.told = True  # what is refused now, every rank refuses
         if (
             offload := first(each.offload(self, optimizers, [each[OWN] for each in told]) for each in features())
@@ -176,14 +176,14 @@ class Assembly:
         self.tiers = {DEVICE: self.tier, HOST: HostTier(group.device, group.ledger)}
         self.resting = self.offload.buckets(self.partition.buckets)
         largest, nbytes = dict.fromkeys(STATES, 0), 0
-        for bucket, at in zip(self.partition.buckets, self.resting, strict=True):
-            formats, seat = self.precision.formats(bucket), group.team_of(bucket).seat
-            rests = resting(bucket, formats, self.placements, at, one_memory=group.device.type == "cpu")
-            for kind, size in rests.largest(bucket, seat, self.placements, at, NVME).items():
+        for plan, at in zip(self.partition.buckets, self.resting, strict=True):
+            formats, seat = self.precision.formats(plan), group.team_of(plan).seat
+            rests = resting(plan, formats, self.placements, at, one_memory=group.device.type == "cpu")
+            for kind, size in rests.largest(plan, seat, self.placements, at, NVME).items():
                 largest[kind] = max(largest[kind], size)
             for row in rests.rows:
                 if row.tier == NVME:
-                    low, high = bucket.held(seat, row.degree)
+                    low, high = plan.held(seat, row.degree)
                     nbytes += row.nbytes(high - low)
         what = "another rank cannot use its Offload.path"
         named = {name for at in self.resting for name in at.values()} | (
@@ -200,7 +200,7 @@ class Assembly:
                 self.told = block.told
 
     def build(self, init: Callable[[nn.Module], None] | None, before: Before) -> None:
-        """Build the buffers unit by unit, so that a model on meta never takes more than its shards and one unit.
+        """Build the buckets unit by unit, so that a model on meta never takes more than its shards and one unit.
 
         A tensor on meta on some ranks only gets its values from the first rank that has them, all others from rank 0.
 
@@ -209,7 +209,7 @@ class Assembly:
         by_name = {record.name: record for record in self.managed}
         modules = _own_modules(self.units)
         initialise = Initialiser(self.model, init)
-        buckets = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self.units}
+        plans = {unit.index: [b for b in self.partition.buckets if b.unit == unit.index] for unit in self.units}
         named = {name: id(each) for name, each in named_tensors(self.model)}
         fresh = {named[name] for name, giver in self.givers.items() if giver is None}
         given = {named[name]: giver for name, giver in self.givers.items() if giver is not None}
@@ -221,36 +221,36 @@ class Assembly:
             torch.set_rng_state(state)
         # A parameter belongs to the unit that registers it first: built in order, no unit meets a half-built parameter.
         for unit in self.units:
-            flats, memory = self._memory_for_meta(buckets[unit.index], by_name)
+            flats, memory = self._memory_for_meta(plans[unit.index], by_name)
             materialise(modules[unit.index], self.group.device, initialise, memory, fresh)
             for module in (module for _, module in modules[unit.index]):
                 self._place_buffers(module, before, given, lacking)
-            for bucket in buckets[unit.index]:
-                params = [by_name[slot.name].param for slot in bucket.slots]
-                tiers = {state: self.tiers[name] for state, name in self.resting[bucket.index].items()}
+            for plan in plans[unit.index]:
+                params = [by_name[slot.name].param for slot in plan.slots]
+                tiers = {state: self.tiers[name] for state, name in self.resting[plan.index].items()}
                 for feature in features():
                     tiers |= feature.tiers(self)
                 align, placed = self.partition.align, self.placements
-                codec = first(each.codec(self, bucket) for each in features()) or Plain
+                codec = first(each.codec(self, plan) for each in features()) or Plain
                 where = self.group, self.tier, tiers, self.saved
-                buffer = Buffer(bucket, params, align, placed, self.precision, *where, codec=codec, native=self.native)
+                bucket = Bucket(plan, params, align, placed, self.precision, *where, codec=codec, native=self.native)
                 for index, param in enumerate(params):
-                    param._zeroshard = Place(buffer, index)  # type: ignore[attr-defined]
-                buffer.adopt(flats.pop(bucket.index, None), [given.get(id(param), 0) for param in params])
-                buffer.parameters.settle()
-                if buffer.resident:
+                    param._zeroshard = Place(bucket, index)  # type: ignore[attr-defined]
+                bucket.adopt(flats.pop(plan.index, None), [given.get(id(param), 0) for param in params])
+                bucket.parameters.settle()
+                if bucket.resident:
                     for param in params:
                         before.replaced(param)
-                unit.buffers.append(buffer)
-                self.buffers.append(buffer)
-        self.buffers.sort(key=lambda buffer: buffer.bucket.index)
-        gathered = [buffer.gathered for buffer in self.buffers]
+                unit.buckets.append(bucket)
+                self.buckets.append(bucket)
+        self.buckets.sort(key=lambda bucket: bucket.plan.index)
+        gathered = [bucket.gathered for bucket in self.buckets]
         frozen = gc.get_freeze_count()  # once: it walks all objects
         for each in gathered:
             each.of_model, each.frozen = gathered, frozen
 
     def _memory_for_meta(
-        self, buckets: list[Bucket], by_name: dict[str, Managed]
+        self, plans: list[BucketPlan], by_name: dict[str, Managed]
     ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
         """Return flat storage by bucket, and each parameter's part of it by the parameter's id.
 
@@ -258,11 +258,11 @@ class Assembly:
         """
         flats: dict[int, Tensor] = {}
         memory: dict[int, Tensor] = {}
-        for bucket in buckets:
-            params = [by_name[slot.name].param for slot in bucket.slots]
+        for plan in plans:
+            params = [by_name[slot.name].param for slot in plan.slots]
             if all(param.is_meta for param in params) and len({param.dtype for param in params}) == 1:
-                flats[bucket.index] = flat = torch.zeros(bucket.numel, dtype=params[0].dtype, device=self.group.device)
-                for param, slot in zip(params, bucket.slots, strict=True):
+                flats[plan.index] = flat = torch.zeros(plan.numel, dtype=params[0].dtype, device=self.group.device)
+                for param, slot in zip(params, plan.slots, strict=True):
                     memory[id(param)] = flat[slot.start : slot.stop].view(slot.shape)
         return flats, memory
 

@@ -79,8 +79,8 @@ class Alike:
         """Count, for each parameter, writes by the program and not by the engine; 0 for one that is not resident."""
         with torch._C.DisableTorchFunctionSubclass():
             return [
-                record.param._version - buffer.generation
-                if (place := record.param.__dict__.get("_zeroshard")) and (buffer := place.buffer).resident
+                record.param._version - bucket.generation
+                if (place := record.param.__dict__.get("_zeroshard")) and (bucket := place.bucket).resident
                 else 0  # 0 also for a parameter that was swapped: `Structure` names it
                 for record in self._managed
             ]
@@ -118,9 +118,9 @@ def _words(changed: dict[str, Any]) -> str:
 
 def weights_digest(units: list[Unit], *, on_axis: bool) -> int:
     """Digest the units' gathered weights: those of buckets that all ranks share, or of buckets along an axis."""
-    buffers = [buffer for unit in units for buffer in unit.buffers if bool(buffer.bucket.axis) == on_axis]
+    buckets = [bucket for unit in units for bucket in unit.buckets if bool(bucket.plan.axis) == on_axis]
     # Of a copy on the CPU: a device gives no fingerprint, and ranks that differ would look alike.
-    found = [fingerprint(ask(buffer.full)) for buffer in buffers]
+    found = [fingerprint(ask(bucket.full)) for bucket in buckets]
     return zlib.crc32(repr(found).encode())
 
 

@@ -258,13 +258,13 @@ def _share(a: Tensor, b: Tensor) -> bool:
 
 def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: Precision) -> None:
     """Refuse settings that contradict each other."""
-    for bucket in (bucket for bucket in partition.buckets if bucket.trainable and not bucket.whole):
-        own = getattr(torch, bucket.dtype.removeprefix("torch."))
-        updated = precision.of_bucket(bucket).master(own)
+    for plan in (plan for plan in partition.buckets if plan.trainable and not plan.whole):
+        own = getattr(torch, plan.dtype.removeprefix("torch."))
+        updated = precision.of_bucket(plan).master(own)
         if partition.align < BLOCK and layout.bounds != "tensor" and updated.itemsize < 4:
             raise UserError(
                 "optimizers' 16-bit kernels round elsewhere where a cut ends a vector",
-                where=f"parameter {bucket.slots[0].name!r}",
+                where=f"parameter {plan.slots[0].name!r}",
                 expected="Layout(align=128), or fp32 masters",
                 got=f"align={partition.align}, and updates in {updated}",
                 instead="the default align, or Precision() without master_dtype",

@@ -25,7 +25,7 @@ from ...validation import python_number
 from ..step.fragment import check_cut, updated
 from ..step.guarded_state import inside
 from ..step.optim import Binding
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from ..weights.unit import Managed, named_tensors
 from .unsaved import check_kept, check_states
 
@@ -221,7 +221,7 @@ def check_by_bucket(optimizers: Sequence[Any]) -> None:
 def check_added(
     model: nn.Module,
     layout: Layout,
-    buffers: list[Buffer],
+    buckets: list[Bucket],
     bindings: list[Binding],
     optimizer: Any,
     added: list[nn.Parameter],
@@ -231,23 +231,23 @@ def check_added(
     ignored = {id(param) for param in model.parameters() if not hasattr(param, "_zeroshard")}
     held = {id(param) for binding in bindings for group in binding.optimizer.param_groups for param in group["params"]}
     parts = [fragment for binding in bindings for fragment in binding.fragments if id(fragment.param) in held]
-    updated = {(part.buffer.bucket.index, part.position) for part in parts}
+    updated = {(part.bucket.plan.index, part.position) for part in parts}
     updated -= set().union(*(binding.membership.frozen for binding in bindings))  # which the program may have left out
     for param in added:
         place = getattr(param, "_zeroshard", None)
-        if id(param) not in ignored and not (place is not None and any(place.buffer is own for own in buffers)):
+        if id(param) not in ignored and not (place is not None and any(place.bucket is own for own in buckets)):
             raise UserError(_FOREIGN, where=f"a group that was added, shape {tuple(param.shape)}", instead=_TOGETHER)
-        if place is not None and (place.buffer.bucket.index, place.position) in updated:
+        if place is not None and (place.bucket.plan.index, place.position) in updated:
             raise UserError(_TWICE, where=f"a group that was added, parameter {place.name!r}", instead=_ONCE)
-        if place is not None and place.buffer.bucket.slots[place.position].cut is not None:
+        if place is not None and place.bucket.plan.slots[place.position].cut is not None:
             check_parts(optimizer, [place.name])
-        if place is not None and place.buffer.placements.optimizer:
-            bucket, slot = place.buffer.bucket, place.buffer.bucket.slots[place.position]
+        if place is not None and place.bucket.placements.optimizer:
+            plan, slot = place.bucket.plan, place.bucket.plan.slots[place.position]
             _check_matrices(optimizer, [slot.name], {slot.name} if slot.matrix else ())
-            block, told = block_of(optimizer), bucket.block != 1 or bucket.size == 1 or layout.bounds == "tensor"
-            spread = place.buffer.placements.optimizer is Degree.ALL and not bucket.whole
-            may_cut = bucket.cuts(slot) or spread or (block is None and not told)  # wherever cuts happen to be
-            if may_cut and not (block and bucket.block % block == 0 and slot.numel % block == 0):
+            block, told = block_of(optimizer), plan.block != 1 or plan.size == 1 or layout.bounds == "tensor"
+            spread = place.bucket.placements.optimizer is Degree.ALL and not plan.whole
+            may_cut = plan.cuts(slot) or spread or (block is None and not told)  # wherever cuts happen to be
+            if may_cut and not (block and plan.block % block == 0 and slot.numel % block == 0):
                 raise UserError(
                     "a parameter was given to an optimizer after shard(...), which may have cut it where this "
                     "optimizer needs all of it, or blocks of it",
@@ -281,17 +281,17 @@ def check_optimizers(
     """
     replicated, spread = not over, over is Degree.ALL
     names = {id(record.param): record.name for record in managed}
-    places = {slot.name: (bucket, slot) for bucket in partition.buckets for slot in bucket.slots}
+    places = {slot.name: (plan, slot) for plan in partition.buckets for slot in plan.slots}
     for number, optimizer in enumerate(optimizers):
         slots = [places[names[id(param)]] for param in updated(optimizer) if id(param) in names]
-        held = [slot.name for bucket, slot in slots if bucket.cuts(slot) or (spread and not bucket.whole)]
-        may_cut = [slot.name for bucket, slot in slots if (bucket.size > 1 and layout.bounds != "tensor") or spread]
+        held = [slot.name for plan, slot in slots if plan.cuts(slot) or (spread and not plan.whole)]
+        may_cut = [slot.name for plan, slot in slots if (plan.size > 1 and layout.bounds != "tensor") or spread]
         undeclared = [name for name in may_cut if not (replicated or name in blocks)]
         check_parts(optimizer, [slot.name for _, slot in slots if slot.cut is not None])
         check_optimizer(optimizer, partition, undeclared, replicated=replicated)
         check_options(optimizer, number)
         if sends(optimizer):  # a class that is not known
-            alone = replicated or not (spread or any(bucket.size > 1 for bucket, _ in slots))
+            alone = replicated or not (spread or any(plan.size > 1 for plan, _ in slots))
             by_element = bool(may_cut) and not replicated and block_of(optimizer) == 1
             check_kept(optimizer, number, alone=alone, by_element=by_element)
         for param in () if replicated else (each for each in updated(optimizer) if names.get(id(each)) in held):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...arithmetic.sums import average_
 from ...comm.transport import Work
 from ...layout.partition import Slot
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from ..weights.flat import Flat
 
 
@@ -50,12 +50,12 @@ _LEGAL = {
 class Accumulator:
     """The running sum of one bucket's gradients since they were last cleared: what this rank owns of it."""
 
-    def __init__(self, buffer: Buffer, divisor: int) -> None:
+    def __init__(self, bucket: Bucket, divisor: int) -> None:
         """divisor: what the sum is divided by: the number of ranks, unless a feature sets another number of addends."""
-        assert buffer.gradients is not None
-        self.buffer = buffer
-        self.bucket = buffer.bucket
-        self.sum: Flat = buffer.gradients
+        assert bucket.gradients is not None
+        self.bucket = bucket
+        self.plan = bucket.plan
+        self.sum: Flat = bucket.gradients
         self.entries: list[Entry] = []  # of the bucket's parameters
         self.divisor = divisor
         self.holds = Holds.NOTHING
@@ -64,7 +64,7 @@ class Accumulator:
         self.blocks: Any = None  # the map from blocks to entries, made when a norm is first asked for: `norms.py`
 
     def _move(self, holds: Holds) -> None:
-        assert (self.holds, holds) in _LEGAL, f"{self.bucket.index}: {self.holds} -> {holds}"
+        assert (self.holds, holds) in _LEGAL, f"{self.plan.index}: {self.holds} -> {holds}"
         self.holds = holds
 
     @property
@@ -84,7 +84,7 @@ class Accumulator:
 
     def _elsewhere(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor | None:
         """Take memory for the owned elements; return None if the sum rests on the device."""
-        first, last = self.buffer.owned
+        first, last = self.bucket.owned
         return None if self.sum.on_device else take(last - first, self.sum.dtype)
 
     def landing(self, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
@@ -108,7 +108,7 @@ class Accumulator:
 
     def fragment(self, index: int) -> Tensor:
         """Return this rank's elements of one slot of the sum, 1-D (possibly empty); inside sum.here()."""
-        return self.own[self.bucket.slots[index].slice_of(*self.buffer.owned)]
+        return self.own[self.plan.slots[index].slice_of(*self.bucket.owned)]
 
     def read(self, index: int) -> Tensor:
         """Return a copy of this rank's elements of one slot of the average, 1-D."""
@@ -153,7 +153,7 @@ class Accumulator:
     def spread_average(self, *, kept: bool = True) -> Work:
         """Launch the gather of the whole average, if the optimizer's state is replicated and so needs it."""
         self.average(kept=kept)
-        if self.buffer.placements.optimizer or self.holds is not Holds.AVERAGE:
+        if self.bucket.placements.optimizer or self.holds is not Holds.AVERAGE:
             return Work()
         self._move(Holds.GATHERED)
         work = self.sum.redistribute(kept=kept)
@@ -163,7 +163,7 @@ class Accumulator:
     @property
     def for_step(self) -> Tensor:
         """The averaged gradient of what this rank's optimizer updates, 1-D; inside sum.here()."""
-        return self.sum.of(*self.buffer.updated)
+        return self.sum.of(*self.bucket.updated)
 
     def undo_average(self) -> None:
         """Turn the average into a sum again, to add to it. Exact if the divisor is a power of two."""

@@ -170,7 +170,7 @@ class Backward(Transaction):
             self._work_on(unit)
         nested = torch._C._current_graph_task_id() != self._task
         added = self.reduction.arrived(self.gradients.entries[number], contribution, aside, nested=nested)
-        if added and not contribution.missing and all(self.reduction.complete(buffer) for buffer in unit.buffers):
+        if added and not contribution.missing and all(self.reduction.complete(bucket) for bucket in unit.buckets):
             unit.release()
 
     # --- its end ----------------------------------------------------------------------------------------------------

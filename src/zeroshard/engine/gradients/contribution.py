@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...comm.reduce_pipeline import Scratch
 from ...errors import StateError
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from ..weights.codec import Message
 from ..weights.unit import Unit
 from .accumulator import Accumulator, Entry
@@ -66,8 +66,8 @@ class Contribution:
 
     def __init__(self, accumulator: Accumulator, unit: Unit, codec: Message, division: Division) -> None:
         self.accumulator = accumulator
-        self.buffer: Buffer = accumulator.buffer
-        self.bucket = accumulator.bucket
+        self.bucket: Bucket = accumulator.bucket
+        self.plan = accumulator.plan
         self.unit = unit
         self.codec = codec
         self._division = division
@@ -88,7 +88,7 @@ class Contribution:
     # --- its life ---------------------------------------------------------------------------------------------------
 
     def move(self, state: ContributionState) -> None:
-        assert (self.state, state) in _LEGAL, f"{self.bucket.index}: {self.state} -> {state}"
+        assert (self.state, state) in _LEGAL, f"{self.plan.index}: {self.state} -> {state}"
         self.state = state
 
     def begin(self) -> None:
@@ -100,8 +100,8 @@ class Contribution:
         for entry in self.entries if self.sources > 1 else ():
             self._division.forget(entry.param)
         with torch._C.DisableTorchFunctionSubclass():
-            wanting = [param.requires_grad for param in self.buffer.params]
-        slots = self.bucket.slots
+            wanting = [param.requires_grad for param in self.bucket.params]
+        slots = self.plan.slots
         self.all_wanted = all(wanting)
         self.missing = {at for at, wants in enumerate(wanting) if wants and slots[at].numel}
 
@@ -117,7 +117,7 @@ class Contribution:
         values = self.memory
         assert values is not None
         if not self.local:
-            for position in range(len(self.bucket.slots)):
+            for position in range(len(self.plan.slots)):
                 if position not in self.received:
                     self.zero(position)
         sent = self.codec.encode(values, scratch.take)
@@ -151,8 +151,8 @@ class Contribution:
     def places(self, position: int) -> list[Tensor]:
         """Return each source's place for the gradient of one slot, in its parameter's shape and strides."""
         assert self.memory is not None
-        slot, strides = self.bucket.slots[position], self.buffer.gathered.strides[position]
-        starts = [slot.start + source * self.bucket.numel for source in range(self.sources)]
+        slot, strides = self.plan.slots[position], self.bucket.gathered.strides[position]
+        starts = [slot.start + source * self.plan.numel for source in range(self.sources)]
         return [self.memory.as_strided(slot.shape, strides, start) for start in starts]
 
     def add(self, entry: Entry, grad: Tensor) -> None:

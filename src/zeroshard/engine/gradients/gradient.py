@@ -18,7 +18,7 @@ from ...comm.agreement import Group
 from ...device import ask, blank
 from ...errors import StateError, TierError
 from ...layout.shard_dim import Elements
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from .accumulator import Accumulator, Entry
 from .norms import norms
 from .sharded_grad import Keeper, ShardedGrad
@@ -49,14 +49,14 @@ class Gradients:
         self.judged: Tensor | None = None  # a GradScaler's found_inf that already has all ranks' verdict
         self._answers: dict[float, Tensor] = {}
 
-    def add(self, buffer: Buffer) -> Accumulator:
+    def add(self, bucket: Bucket) -> Accumulator:
         """Enter a bucket whose parameters receive gradients."""
-        accumulator, slots = Accumulator(buffer, self.group.sources), buffer.bucket.slots
-        for index, (param, slot) in enumerate(zip(buffer.params, slots, strict=True)):
+        accumulator, slots = Accumulator(bucket, self.group.sources), bucket.plan.slots
+        for index, (param, slot) in enumerate(zip(bucket.params, slots, strict=True)):
             accumulator.entries.append(Entry(len(self.entries) + index, param, accumulator, index, slot))
         self.entries += accumulator.entries
         self.accumulators.append(accumulator)
-        self._of_bucket[buffer.bucket.index] = accumulator
+        self._of_bucket[bucket.plan.index] = accumulator
         return accumulator
 
     def of_bucket(self, index: int) -> Accumulator | None:
@@ -239,7 +239,7 @@ class Gradients:
 
     def _full(self, entry: Entry) -> Tensor:
         accumulator, slot = entry.accumulator, entry.slot
-        whole = blank(accumulator.bucket.numel, accumulator.sum.dtype, self.group.device)
+        whole = blank(accumulator.plan.numel, accumulator.sum.dtype, self.group.device)
         first, last = accumulator.sum.owned
         accumulator.sum.copy(first, own := whole[first:last])
         if not accumulator.averaged:  # on this rank: an edit of some parameters divides it only on ranks that hold them

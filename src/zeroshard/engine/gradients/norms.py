@@ -42,7 +42,7 @@ def norms(book: Gradients, order: float) -> Tensor:
 
     def tally_up(accumulator: Accumulator) -> None:
         blocks = _blocks(accumulator)
-        counted = accumulator.sum.of(*accumulator.buffer.saves)
+        counted = accumulator.sum.of(*accumulator.bucket.saves)
         sums = block_sums(counted, blocks, 1 if accumulator.averaged else accumulator.divisor, order)
         at = sums.device
         if at not in tallies:
@@ -70,12 +70,12 @@ def norms(book: Gradients, order: float) -> Tensor:
 def _blocks(accumulator: Accumulator) -> BlockMap:
     """Return the map from the blocks of a rank's shard to entries of the book of gradients, made once."""
     if accumulator.blocks is None:
-        buffer = accumulator.buffer
-        first, last = buffer.saves
-        parts = (slot.slice_of(first, last) for slot in accumulator.bucket.slots)
+        bucket = accumulator.bucket
+        first, last = bucket.saves
+        parts = (slot.slice_of(first, last) for slot in accumulator.plan.slots)
         spans = [(e.number, p.start, p.stop) for e, p in zip(accumulator.entries, parts, strict=True) if p.stop]
-        made = BlockMap(last - first, min(BLOCK, buffer.align), spans, accumulator.sum.tensor.device)
-        buffer.tier.ledger.hold_while(made, "norms", made.nbytes)
+        made = BlockMap(last - first, min(BLOCK, bucket.align), spans, accumulator.sum.tensor.device)
+        bucket.tier.ledger.hold_while(made, "norms", made.nbytes)
         accumulator.blocks = made
     found: BlockMap = accumulator.blocks
     return found
@@ -91,7 +91,7 @@ def _tally(count: int, order: float, device: torch.device) -> Tensor:
 def _filled(book: Gradients) -> Iterator[Accumulator]:
     """Yield filled accumulators of which this rank counts elements that no other rank counts; prefetch the next one."""
     having = [each for each in book.accumulators if each.filled]
-    found = [each for each in having if operator.lt(*each.buffer.saves)]
+    found = [each for each in having if operator.lt(*each.bucket.saves)]
     for accumulator, after in zip(found, [*found[1:], None], strict=False):
         with book.reporting():
             accumulator.sum.ahead()

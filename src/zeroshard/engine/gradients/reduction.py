@@ -34,7 +34,7 @@ from ...device import DeviceEvent, event
 from ...layout.limits import IN_FLIGHT
 from ...policies.comm import Comm
 from ...tiers.tier import DeviceTier
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from ..weights.unit import profiled
 from .accumulator import Accumulator, Entry
 from .contribution import Contribution, ContributionState, check_dense, second_gradient
@@ -114,7 +114,7 @@ class Reduction:
 
     def add(self, contribution: Contribution) -> None:
         """Take in a bucket whose parameters receive gradients."""
-        self.contributions[contribution.bucket.index] = contribution
+        self.contributions[contribution.plan.index] = contribution
         self.of_entry += [contribution] * len(contribution.entries)
         self.order = sorted(self.contributions, reverse=True)
 
@@ -189,9 +189,9 @@ class Reduction:
             self._send_ready()
         return True
 
-    def complete(self, buffer: Buffer) -> bool:
+    def complete(self, bucket: Bucket) -> bool:
         """Tell if all of a bucket's parameters have their gradients, and no more may come in this backward."""
-        contribution = self.contributions.get(buffer.bucket.index)
+        contribution = self.contributions.get(bucket.plan.index)
         return contribution is not None and contribution.all_wanted and contribution.complete
 
     def _send_ready(self) -> None:

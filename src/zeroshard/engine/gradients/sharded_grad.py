@@ -99,14 +99,14 @@ class ShardedGrad(Tensor):
         """Tell if it is a fragment's gradient, except that of a whole parameter, which at stage 0 every rank has."""
         entry = self._entry
         whole = self._elements is None or self._elements.numel == entry.slot.numel
-        return not whole or (self._is_fragment and bool(entry.accumulator.buffer.placements.optimizer))
+        return not whole or (self._is_fragment and bool(entry.accumulator.bucket.placements.optimizer))
 
     @property
     def _own(self) -> slice:
         """Where its elements lie among those of its slot whose average this rank has."""
         if self._elements is None:
             return slice(None)
-        owned, (start, stop) = self._entry.slot.within(*self._entry.accumulator.buffer.owned), self._elements
+        owned, (start, stop) = self._entry.slot.within(*self._entry.accumulator.bucket.owned), self._elements
         low = min(max(start, owned.start), owned.stop)
         return slice(low - owned.start, max(low, min(stop, owned.stop)) - owned.start)
 
@@ -443,11 +443,11 @@ def _scale_buckets(func: Any, grads: Sequence[Any], *numbers: Any, **kwargs: Any
 
 def _pieces(entry: Entry) -> list[Any]:
     """Return the axis of a parameter's team and the elements that each rank owns, to compare two parameters."""
-    bucket, seat = entry.accumulator.bucket, entry.accumulator.buffer.team.seat
-    cuts = [bucket.shard(position) for position in range(bucket.size)]
+    plan, seat = entry.accumulator.plan, entry.accumulator.bucket.team.seat
+    cuts = [plan.shard(position) for position in range(plan.size)]
     if entry.accumulator.sum.by_part:
-        cuts = [cut for at in range(bucket.size) for cut in bucket.portions(seat._replace(position=at))]
-    return [bucket.axis, *(entry.slot.within(*each) for each in cuts)]
+        cuts = [cut for at in range(plan.size) for cut in plan.portions(seat._replace(position=at))]
+    return [plan.axis, *(entry.slot.within(*each) for each in cuts)]
 
 
 def _choose(mine: Tensor, chosen: Tensor, values: Tensor) -> None:
@@ -464,7 +464,7 @@ def _spreads(shape: Sequence[int], whole: Sequence[int]) -> bool:
 def _edit(func: Any, grad: ShardedGrad, others: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Apply an elementwise op in place to this rank's elements, and cut tensors of the gradient's shape to them."""
     entry = grad._entry
-    part = entry.slot.within(*entry.accumulator.buffer.owned)
+    part = entry.slot.within(*entry.accumulator.bucket.owned)
 
     def cut(other: Any) -> Any:
         if not isinstance(other, Tensor) or (other.numel() == 1 and other.dim() == 0):

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ...comm.transport import Work
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from ..weights.transaction import Transaction
 from .accumulator import Accumulator
 
@@ -67,7 +67,7 @@ class Subscriber:
     def step_begun(self, number: int) -> None:
         """Take note that all ranks have begun a step of an optimizer."""
 
-    def passes_over(self, buffers: Sequence[Buffer]) -> bool:
+    def passes_over(self, buckets: Sequence[Bucket]) -> bool:
         """Decide, before an update of these buckets, if the update is skipped: the same answer on every rank."""
         return False
 

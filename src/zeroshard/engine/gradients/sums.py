@@ -160,15 +160,15 @@ class Sums(Flow[Sent, Tensor]):
             contribution.move(ContributionState.FILLING)
 
     def _room(self, contribution: Contribution, *, local: bool) -> Tensor:
-        accumulator, buffer = contribution.accumulator, contribution.buffer
-        dtype = buffer.grad_dtype if local else buffer.reduce_dtype
+        accumulator, bucket = contribution.accumulator, contribution.bucket
+        dtype = bucket.grad_dtype if local else bucket.reduce_dtype
         # A full-size accumulator also serves as the memory of contributions, which have its size. A sum that it holds
         # already is copied elsewhere first. If a feature asks whose contribution spoiled a sum, the sum must not
         # overwrite this rank's own contribution.
-        elsewhere = buffer.placements.gradients or not accumulator.sum.on_device or contribution.sources > 1
+        elsewhere = bucket.placements.gradients or not accumulator.sum.on_device or contribution.sources > 1
         holds = accumulator.filled or (self._sends_values and any(each.looks for each in self._subscribers))
-        if elsewhere or self.group.team.shares or (holds and not local) or dtype != buffer.grad_dtype:
-            return self.sends.take(contribution.bucket.numel * contribution.sources, dtype)
+        if elsewhere or self.group.team.shares or (holds and not local) or dtype != bucket.grad_dtype:
+            return self.sends.take(contribution.plan.numel * contribution.sources, dtype)
         if holds:
             accumulator.set_aside(self.scratch.take)
         return accumulator.sum.tensor
@@ -187,15 +187,15 @@ class Sums(Flow[Sent, Tensor]):
     def send(self, contribution: Contribution) -> None:
         """Send a contribution to the owners of its shards."""
         self.room(contribution)
-        accumulator, team, bucket = contribution.accumulator, contribution.buffer.team, contribution.codec.bucket
-        send, own = contribution.encode(self.sends), bucket.shard_numel(team.position)
+        accumulator, team, plan = contribution.accumulator, contribution.bucket.team, contribution.codec.plan
+        send, own = contribution.encode(self.sends), plan.shard_numel(team.position)
         own_part = event(self.group.device)
         if self.native:
             receive = self.scratch.take(own, send.dtype)
-            work = team.reduce_native(send, receive, bucket)
+            work = team.reduce_native(send, receive, plan)
         else:
             receive = self.scratch.take(own * team.room * contribution.sources, send.dtype)
-            work = team.reduce(send, receive, bucket, contribution.sources)
+            work = team.reduce(send, receive, plan, contribution.sources)
         contribution.move(ContributionState.SENT)
         self.begin(Sent(contribution, work, receive, self._deliver(accumulator, self.scratch), own_part))
 
@@ -203,9 +203,9 @@ class Sums(Flow[Sent, Tensor]):
 
     def land(self, sent: Sent) -> None:
         accumulator, delivery = sent.contribution.accumulator, sent.delivery
-        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
+        own = accumulator.plan.shard_numel(accumulator.bucket.team.position)
         if own and delivery.running is None and self._staged(accumulator):
-            delivery.average = self.scratch.take(own, accumulator.buffer.grad_dtype)
+            delivery.average = self.scratch.take(own, accumulator.bucket.grad_dtype)
         with self._beside():
             sent.work.wait()
             delivery.receive()
@@ -217,10 +217,10 @@ class Sums(Flow[Sent, Tensor]):
     def _add(self, sent: Sent) -> None:
         accumulator, delivery, receive = sent.contribution.accumulator, sent.delivery, sent.receive
         # Where the division is exact, the sum is divided as it lands: that saves the step a pass over memory.
-        divided = divides_exactly(accumulator.buffer.grad_dtype, receive.dtype, accumulator.divisor)
+        divided = divides_exactly(accumulator.bucket.grad_dtype, receive.dtype, accumulator.divisor)
         if delivery.first and not delivery.apart and not (divided and accumulator.averaged):
             accumulator.undo_average()
-        own = accumulator.bucket.shard_numel(accumulator.buffer.team.position)
+        own = accumulator.plan.shard_numel(accumulator.bucket.team.position)
         if own:
             nothing = contextlib.nullcontext()
             try:
@@ -263,14 +263,14 @@ class Sums(Flow[Sent, Tensor]):
         contribution = sent.contribution
         if self.native or contribution.memory is None:
             return [sent.receive]
-        team, codec = contribution.buffer.team, contribution.codec
-        pieces = team.contributions(contribution.memory, sent.receive, codec.bucket, contribution.sources)
+        team, codec = contribution.bucket.team, contribution.codec
+        pieces = team.contributions(contribution.memory, sent.receive, codec.plan, contribution.sources)
         return [codec.decode(piece) for piece in pieces]
 
     @staticmethod
     def _staged(accumulator: Accumulator) -> bool:
         """Tell if sums are made on an accelerator, in rank order as anywhere, and then brought to where they rest."""
-        return not accumulator.sum.rest.on_device and asynchronous(accumulator.buffer.team.device)
+        return not accumulator.sum.rest.on_device and asynchronous(accumulator.bucket.team.device)
 
     def _start(self, accumulator: Accumulator, total: Tensor) -> Tensor | None:
         """Return the accumulator's sum on the device of `total`; None if it holds none."""

@@ -11,7 +11,7 @@ import torch
 from ...comm.own_collectives import OwnCollectives
 from ...events import Ledger, ends
 from ..gradients.accumulator import Accumulator
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from ..weights.modes import seen
 from .fragment import Fragment, States
 from .optimizer_grads import Averages
@@ -21,7 +21,7 @@ from .optimizer_hooks import own_step
 class Around(Protocol):
     """A wrapper around an optimizer's own step that shows it more of a parameter than this rank has."""
 
-    def takes(self, buffer: Buffer) -> bool:
+    def takes(self, bucket: Bucket) -> bool:
         """Tell if it wraps the steps of this bucket."""
 
     def shown(self, fragments: Sequence[Fragment]) -> contextlib.AbstractContextManager[None]:
@@ -46,16 +46,16 @@ class Alone:
         self._watch = watch
         self.around: Around | None = None
 
-    def wants(self, buffer: Buffer) -> bool:
+    def wants(self, bucket: Bucket) -> bool:
         """Tell if a bucket must be stepped separately, wherever its states rest."""
-        return self.around is not None and self.around.takes(buffer)
+        return self.around is not None and self.around.takes(bucket)
 
-    def step(self, buffer: Buffer, accumulator: Accumulator, given: set[int]) -> None:
+    def step(self, bucket: Bucket, accumulator: Accumulator, given: set[int]) -> None:
         """Update one bucket. given: the ids of the fragments that are to have a gradient, in this bucket or another."""
-        fragments = self._states.of(buffer)
-        with self._states.present(buffer):
-            if buffer.edits.seed_master(asked=False):
-                buffer.changed()
+        fragments = self._states.of(bucket)
+        with self._states.present(bucket):
+            if bucket.edits.seed_master(asked=False):
+                bucket.changed()
             accumulator.spread_average(kept=not accumulator.sum.on_demand).wait()
             self._averages.give(fragments, given)
             watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
@@ -65,16 +65,16 @@ class Alone:
             for fragment in fragments:
                 fragment.param.grad = None
             self._averages.drop_copies()
-            self.write_back(buffer)
-            buffer.codec.look()
+            self.write_back(bucket)
+            bucket.codec.look()
 
-    def write_back(self, buffer: Buffer) -> None:
+    def write_back(self, bucket: Bucket) -> None:
         """Cast a bucket's masters to its parameters, and mark its weights as new."""
-        if buffer.codec.beside:
-            first, last = buffer.updated
-            with buffer.parameters.here(fresh=buffer.placements.together):
-                nbytes = (last - first) * buffer.dtype.itemsize
-                copied = self._ledger.note("copy", state="master", bucket=buffer.bucket.index, logical=nbytes)
-                buffer.write_back()
+        if bucket.codec.beside:
+            first, last = bucket.updated
+            with bucket.parameters.here(fresh=bucket.placements.together):
+                nbytes = (last - first) * bucket.dtype.itemsize
+                copied = self._ledger.note("copy", state="master", bucket=bucket.plan.index, logical=nbytes)
+                bucket.write_back()
                 ends(copied)
-        buffer.changed()
+        bucket.changed()

@@ -24,7 +24,7 @@ from ...layout.partition import Slot
 from ...layout.shard_dim import Elements
 from ...layout.stage import STATES
 from ...tiers.tier import Part
-from ..weights.buffer import Buffer, Place
+from ..weights.bucket import Bucket, Place
 from ..weights.flat import Flat
 
 Shapes = Mapping[str, set[tuple[int, ...]]]  # by an optimizer's own name of a state
@@ -41,20 +41,20 @@ class Fragment(NamedTuple):
     """Elements of one parameter that one optimizer on this rank updates together. shape: in which it sees them."""
 
     param: nn.Parameter
-    buffer: Buffer
+    bucket: Bucket
     position: int
     elements: Elements  # of its slot
     shape: tuple[int, ...]
 
     @property
     def slot(self) -> Slot:
-        return self.buffer.bucket.slots[self.position]
+        return self.bucket.plan.slots[self.position]
 
     @property
     def saved(self) -> Elements:
         """Those of its elements that this rank writes to a checkpoint."""
         start, stop = self.slot.start + self.elements.start, self.slot.start + self.elements.stop
-        first, last = self.buffer.saves
+        first, last = self.bucket.saves
         return self.slot.within(max(start, first), min(stop, last))
 
     @property
@@ -62,14 +62,14 @@ class Fragment(NamedTuple):
         """Its elements as indices into a tensor of all that this rank updates of the bucket."""
         if not self.elements.numel:
             return slice(0, 0)
-        first = self.slot.start - self.buffer.updated[0]
+        first = self.slot.start - self.bucket.updated[0]
         return slice(first + self.elements.start, first + self.elements.stop)
 
     def view(self, *, inside: bool = False) -> Tensor:
         """Return a view of its elements at rest. Those not always in memory are NaN, unless `inside` their here()."""
-        if self.buffer.updating.on_demand and not inside:
-            return self.buffer.absent(self.elements.numel).view(self.shape)
-        return self.buffer.target[self.own].view(self.shape)
+        if self.bucket.updating.on_demand and not inside:
+            return self.bucket.absent(self.elements.numel).view(self.shape)
+        return self.bucket.target[self.own].view(self.shape)
 
 
 class States:
@@ -91,26 +91,26 @@ class States:
         """Set the fragments that the optimizer holds now."""
         self._fragments = {}
         for fragment in fragments:
-            self._fragments.setdefault(fragment.buffer.bucket.index, []).append(fragment)
+            self._fragments.setdefault(fragment.bucket.plan.index, []).append(fragment)
 
-    def of(self, buffer: Buffer) -> list[Fragment]:
-        return self._fragments.get(buffer.bucket.index, [])
+    def of(self, bucket: Bucket) -> list[Fragment]:
+        return self._fragments.get(bucket.plan.index, [])
 
     # --- what is written to fragments outside a step ----------------------------------------------------------------
 
     def fragments(self, place: Place, *, requires_grad: bool) -> list[Fragment]:
         """Make fragments for the optimizer to update: one, or one for each stacked matrix. Those of a bucket share a
         version counter, which is theirs alone."""
-        buffer = place.buffer
-        if buffer.bucket.index not in self._counters:
-            first, last = buffer.updated
-            flat = buffer.absent(last - first) if buffer.updating.on_demand else buffer.target
-            self._counters[buffer.bucket.index] = flat.data
-            self._versions[buffer.bucket.index] = 0
-        flat = self._counters[buffer.bucket.index]
+        bucket = place.bucket
+        if bucket.plan.index not in self._counters:
+            first, last = bucket.updated
+            flat = bucket.absent(last - first) if bucket.updating.on_demand else bucket.target
+            self._counters[bucket.plan.index] = flat.data
+            self._versions[bucket.plan.index] = 0
+        flat = self._counters[bucket.plan.index]
         made = []
-        for part, shape in parts_of(buffer, place.position):
-            blank = Fragment(nn.Parameter(), buffer, place.position, part, shape)
+        for part, shape in parts_of(bucket, place.position):
+            blank = Fragment(nn.Parameter(), bucket, place.position, part, shape)
             param = nn.Parameter(flat[blank.own].view(shape), requires_grad=requires_grad)
             self._addresses[id(param)] = _address(param)
             made.append(blank._replace(param=param))
@@ -121,34 +121,34 @@ class States:
         fragment.param.data = fragment.view(inside=inside)
         self._addresses[id(fragment.param)] = _address(fragment.param)
 
-    def retarget(self, buffer: Buffer) -> None:
+    def retarget(self, bucket: Bucket) -> None:
         """Make a bucket's fragments views of its masters, which it has just got."""
-        if buffer.bucket.index in self._counters:
-            self._counters[buffer.bucket.index].data = buffer.absent(0) if buffer.updating.on_demand else buffer.target
-        for fragment in self.of(buffer):
+        if bucket.plan.index in self._counters:
+            self._counters[bucket.plan.index].data = bucket.absent(0) if bucket.updating.on_demand else bucket.target
+        for fragment in self.of(bucket):
             self.point(fragment)
 
-    def written(self) -> list[Buffer]:
+    def written(self) -> list[Bucket]:
         """Return buckets whose fragments were written to since `followed`."""
         return [
-            fragments[0].buffer
+            fragments[0].bucket
             for index, fragments in self._fragments.items()
             if self._counters[index]._version != self._versions[index]
         ]
 
-    def followed(self, only: Buffer | None = None) -> None:
+    def followed(self, only: Bucket | None = None) -> None:
         """Take note that all writes to fragments so far are known; `only`: those to one bucket's."""
         known = {index: counter._version for index, counter in self._counters.items()}
-        self._versions = known if only is None else self._versions | {only.bucket.index: known[only.bucket.index]}
+        self._versions = known if only is None else self._versions | {only.plan.index: known[only.plan.index]}
 
-    def replaced(self, fragments: Sequence[Fragment], *, inside: bool = False) -> list[Buffer]:
+    def replaced(self, fragments: Sequence[Fragment], *, inside: bool = False) -> list[Bucket]:
         """Copy replaced `.data` of fragments into their buckets, make them views again, and return these buckets.
 
         Raises `UserError` for data of another shape, dtype or device.
         """
-        found: dict[int, Buffer] = {}
+        found: dict[int, Bucket] = {}
         for fragment in fragments:
-            param, buffer = fragment.param, fragment.buffer
+            param, bucket = fragment.param, fragment.bucket
             if _address(param) == self._addresses[id(param)]:
                 continue
             data, mine = param.data, fragment.view(inside=inside)
@@ -161,9 +161,9 @@ class States:
                     got=f"{tuple(data.shape)} {data.dtype} on {data.device}",
                     instead="edit it in place",
                 )
-            if inside or not buffer.updating.on_demand:
+            if inside or not bucket.updating.on_demand:
                 mine.copy_(data)
-            found[buffer.bucket.index] = buffer
+            found[bucket.plan.index] = bucket
         return list(found.values())
 
     # --- what optimizers keep ---------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class States:
         value = value.reshape(-1)[fragment.elements.start : fragment.elements.stop].view(like.shape)
         # Cast as load_state_dict does it: to the dtype of what is updated.
         value = value.to(like.dtype if value.is_floating_point() else value.dtype, copy=True)
-        return self._put_away(fragment, key, value, fixed) if rests_away(fragment.buffer) else value
+        return self._put_away(fragment, key, value, fixed) if rests_away(fragment.bucket) else value
 
     def count(self, *, changed: bool = False) -> None:
         """Tell the ledger the bytes of states; `changed`: only if more or fewer parameters have state than before."""
@@ -194,7 +194,7 @@ class States:
         stateful = len(self.optimizer.state)
         now: dict[tuple[str, str], int] = {}
         held = [each for fragments in self._fragments.values() for each in fragments]
-        tiers = {id(each.param): each.buffer.tiers["optimizer"].name for each in held}
+        tiers = {id(each.param): each.bucket.tiers["optimizer"].name for each in held}
         for param, state in by_parameter(self.optimizer):
             tier = HOST if tiers.get(id(param)) == NVME else tiers.get(id(param), DEVICE)
             for key, value in planes(state).items():
@@ -216,12 +216,12 @@ class States:
 
     def part(self, fragment: Fragment, key: str, like: Tensor) -> Part:
         """Return the part of a file in which one state of a fragment rests. The file is reserved at the first call."""
-        buffer, slot = fragment.buffer, fragment.slot
-        rests = self._rests.setdefault(buffer.bucket.index, {})
+        bucket, slot = fragment.bucket, fragment.slot
+        rests = self._rests.setdefault(bucket.plan.index, {})
         if key not in rests:
             name = file_name(key, self.number)
-            tier, degree = buffer.tiers["optimizer"], buffer.placements.optimizer
-            rests[key] = Flat.reserve(name, buffer.bucket, self.group, tier, like.dtype, degree)
+            tier, degree = bucket.tiers["optimizer"], bucket.placements.optimizer
+            rests[key] = Flat.reserve(name, bucket.plan, self.group, tier, like.dtype, degree)
         part = fragment.elements
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
 
@@ -235,29 +235,29 @@ class States:
                 place.copy_(value)
         return torch.empty_like(value, device="meta")
 
-    def moving(self, buffer: Buffer) -> list[Flat]:
+    def moving(self, bucket: Bucket) -> list[Flat]:
         """Return the parts of a bucket that a step brings to memory and changes there."""
-        return [buffer.updating, *self._rests.get(buffer.bucket.index, {}).values()]
+        return [bucket.updating, *self._rests.get(bucket.plan.index, {}).values()]
 
-    def ahead(self, buffer: Buffer) -> None:
+    def ahead(self, bucket: Bucket) -> None:
         """Prefetch from files what a bucket needs to be stepped soon."""
-        buffer.updating.ahead()
-        if buffer.gradients is not None:
-            buffer.gradients.ahead()
-        for rest in self.moving(buffer)[1:]:
+        bucket.updating.ahead()
+        if bucket.gradients is not None:
+            bucket.gradients.ahead()
+        for rest in self.moving(bucket)[1:]:
             rest.ahead()
 
     @contextlib.contextmanager
-    def present(self, buffer: Buffer) -> Iterator[None]:
+    def present(self, bucket: Bucket) -> Iterator[None]:
         """Bring fragments and states of one bucket to memory for the block, where the user's `step` finds them."""
-        fragments = self.of(buffer)
+        fragments = self.of(bucket)
         with contextlib.ExitStack() as here:
-            for rest in self.moving(buffer):
+            for rest in self.moving(bucket):
                 here.enter_context(rest.here())
-            if buffer.gradients is not None:
-                here.enter_context(buffer.gradients.here(changed=False))
+            if bucket.gradients is not None:
+                here.enter_context(bucket.gradients.here(changed=False))
             for fragment in fragments:
-                if buffer.updating.on_demand:
+                if bucket.updating.on_demand:
                     self.point(fragment, inside=True)
                 for key, part in self.kept(fragment).items():
                     if isinstance(part, Part):
@@ -266,15 +266,15 @@ class States:
             try:
                 yield
             finally:
-                tiny = rests_away(buffer) and any(fragment.param.numel() == 1 for fragment in fragments)
+                tiny = rests_away(bucket) and any(fragment.param.numel() == 1 for fragment in fragments)
                 fixed = fixed_shapes(self.optimizer) if tiny else {}  # for larger ones the shape alone decides
                 for fragment in fragments:
-                    if rests_away(buffer) and fragment.param.numel():
+                    if rests_away(bucket) and fragment.param.numel():
                         state = self.optimizer.state.get(fragment.param, {})
                         state.update({key: self._put_away(fragment, key, value, fixed) for key, value in state.items()})
-                    if buffer.updating.on_demand:
+                    if bucket.updating.on_demand:
                         self.point(fragment)
-        for rest in filter(None, (*self.moving(buffer), buffer.parameters, buffer.gradients)):
+        for rest in filter(None, (*self.moving(bucket), bucket.parameters, bucket.gradients)):
             rest.behind()
 
 
@@ -354,7 +354,7 @@ def check_cut(optimizer: Any, name: str, shape: tuple[int, ...], key: str, value
         )
 
 
-def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, ...]]]:
+def parts_of(bucket: Bucket, position: int) -> list[tuple[Elements, tuple[int, ...]]]:
     """Return the pieces of a parameter that an optimizer on this rank updates: the elements and the shape of each.
 
     A piece is 1-D if the parameter is cut. Else it has the parameter's shape on the rank that updates the parameter,
@@ -362,8 +362,8 @@ def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, .
     is a piece. A parameter without dimensions is a piece of one dimension: so its states differ in shape from a count
     of steps, which has none.
     """
-    slot = buffer.bucket.slots[position]
-    held = slot.within(*buffer.updated)
+    slot = bucket.plan.slots[position]
+    held = slot.within(*bucket.updated)
     if slot.matrix and slot.numel:
         numel = math.prod(slot.matrix)
         each = [(Elements(at, at + numel), slot.matrix) for at in range(0, slot.numel, numel)]
@@ -371,7 +371,7 @@ def parts_of(buffer: Buffer, position: int) -> list[tuple[Elements, tuple[int, .
             (p, s) if held.start <= p.start and p.stop <= held.stop else (Elements(0, 0), _nothing_of(s))
             for p, s in each
         ]
-    if slot.shape and held.numel in (0, slot.numel) and not buffer.bucket.cuts(slot):
+    if slot.shape and held.numel in (0, slot.numel) and not bucket.plan.cuts(slot):
         return [(held, slot.shape if held.numel else _nothing_of(slot.shape))]
     return [(held, slot.shape if slot.shape and held.numel == slot.numel else (held.numel,))]
 
@@ -386,9 +386,9 @@ def _address(param: Tensor) -> int:
     return 0 if simulated(param) else param.data_ptr()
 
 
-def rests_away(buffer: Buffer) -> bool:
+def rests_away(bucket: Bucket) -> bool:
     """Tell if optimizer states of this bucket rest in files."""
-    return buffer.tiers["optimizer"].name == NVME
+    return bucket.tiers["optimizer"].name == NVME
 
 
 def fixed_shapes(optimizer: Any) -> dict[str, set[tuple[int, ...]]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..weights.buffer import Place
+from ..weights.bucket import Place
 from .fragment import Fragment, Member
 
 Group = dict[str, Any]
@@ -45,7 +45,7 @@ class Together:
 
     @property
     def cut(self) -> bool:
-        return any(place.buffer.placements.optimizer for place in self.places)
+        return any(place.bucket.placements.optimizer for place in self.places)
 
 
 class Membership:
@@ -120,7 +120,7 @@ class Membership:
 
 def _at(of: Fragment | Place) -> tuple[int, int]:
     """Return a parameter's bucket, and its position there."""
-    return of.buffer.bucket.index, of.position
+    return of.bucket.plan.index, of.position
 
 
 def _holder(groups: Sequence[Group]) -> dict[int, Group]:

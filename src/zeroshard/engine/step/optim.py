@@ -25,7 +25,7 @@ from ...errors import StateError, TierError, UserError, without_own_lines
 from ..gradients.accumulator import Entry
 from ..gradients.backward import backward_is_running
 from ..gradients.gradient import Gradients
-from ..weights.buffer import Buffer, Place
+from ..weights.bucket import Bucket, Place
 from ..weights.modes import unseen
 from ..weights.publish import publish
 from ..weights.tracing import traced
@@ -65,7 +65,7 @@ class Binding(Transaction):
         watcher: StepWatcher,
         optimizer: torch.optim.Optimizer,
         number: int,
-        buffers: list[Buffer],
+        buckets: list[Bucket],
         gradients: Gradients,
         schedule: Schedule,
         *,
@@ -76,7 +76,7 @@ class Binding(Transaction):
         self.watcher = watcher
         self.optimizer = optimizer
         self.number = number
-        self.buffers = buffers
+        self.buckets = buckets
         self.gradients = gradients
         self.schedule = schedule
         self.group = gradients.group
@@ -88,12 +88,12 @@ class Binding(Transaction):
         self._held: list[nn.Parameter] = []  # and the parameters in them
         self.membership = Membership()
         self._grouping = 0  # a digest of which parameter is in which group
-        self.own = {id(param) for buffer in buffers for param in buffer.params}
+        self.own = {id(param) for bucket in buckets for param in bucket.params}
         self._entries: list[Entry] = []  # the gradients of its members
         self.averages = Averages(gradients)
         self.options = Options(optimizer, self._check_options)
         self._marks: int | None = None  # `_versions` when the running step was about to update; -1: it updates already
-        self._updated: list[Buffer] = []  # what the running step updates
+        self._updated: list[Bucket] = []  # what the running step updates
         self.edited: set[int] = set()  # buckets whose fragments were written to outside a step: the others must hear it
         self._skips = False  # does the running step pass over its update?
         self._lent = False  # does the closure run, which is the program's code?
@@ -189,7 +189,7 @@ class Binding(Transaction):
         self.fragments = [fragment for fragment in self.membership.fragments if id(fragment.param) in held]
         self._forget({id(fragment.param) for fragment in before} - {id(fragment.param) for fragment in self.fragments})
         numbers = {id(group): number for number, group in enumerate(self._groups)}
-        grouped = [(m.place.buffer.bucket.index, m.place.position, numbers[id(m.group)]) for m in self.members]
+        grouped = [(m.place.bucket.plan.index, m.place.position, numbers[id(m.group)]) for m in self.members]
         self._grouping = zlib.crc32(repr(sorted(grouped)).encode())
         self.states.follow(self.fragments)
         self.gradients.made.clear()
@@ -238,9 +238,9 @@ class Binding(Transaction):
                 self.optimizer.state[fragment.param] = kept
         return [fragment.param for fragment in fragments]
 
-    def retarget(self, buffer: Buffer) -> None:
+    def retarget(self, bucket: Bucket) -> None:
         """Make a bucket's fragments views of its masters, which it has just got."""
-        self.states.retarget(buffer)
+        self.states.retarget(bucket)
 
     @torch.no_grad()
     def notice(self, *, replaced: bool = False) -> bool:
@@ -250,29 +250,29 @@ class Binding(Transaction):
         """
         written = self.states.written() + (self.states.replaced(self.fragments) if replaced else [])
         self.states.followed()
-        for buffer in written:
-            self.edited.add(buffer.bucket.index)
-            if buffer.updating.on_demand:
-                buffer.absent(1).fill_(torch.nan)  # repair it: torch lets the program `fill_` absent elements
+        for bucket in written:
+            self.edited.add(bucket.plan.index)
+            if bucket.updating.on_demand:
+                bucket.absent(1).fill_(torch.nan)  # repair it: torch lets the program `fill_` absent elements
                 if any(step.begun for step in self.schedule.watcher.steps()):
                     continue  # the writer was a step that an exception ended
                 self.group.report(
                     StateError(
                         "an optimizer's part of the parameters was edited while it rests in a file, or in halves",
-                        where=f"optimizer {self.number}, unit {self.group.progress.units[buffer.bucket.index]!r}",
+                        where=f"optimizer {self.number}, unit {self.group.progress.units[bucket.plan.index]!r}",
                         instead="edit the model's parameters inside `with zero.gathered():`, or keep optimizer states "
                         'whole in memory: Offload(optimizer="cpu"), no split_master',
                     )
                 )
                 continue
             with self.gradients.reporting():
-                self.alone.write_back(buffer)
-            buffer.gathered.current &= buffer.resident
+                self.alone.write_back(bucket)
+            bucket.gathered.current &= bucket.resident
         return bool(self.edited)
 
     def _entry(self, of: Fragment | Place) -> Entry | None:
         """Return a parameter's entry in the book of gradients; None while its bucket is frozen."""
-        accumulator = self.gradients.of_bucket(of.buffer.bucket.index)
+        accumulator = self.gradients.of_bucket(of.bucket.plan.index)
         return None if accumulator is None else accumulator.entries[of.position]
 
     # --- a step -----------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class Binding(Transaction):
     def _before(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, compiled: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if compiled and any(self._by_itself(buffer) for buffer in self.buffers):
+        if compiled and any(self._by_itself(bucket) for bucket in self.buckets):
             raise StateError(
                 "torch.compile(optimizer.step), where buckets are stepped one after the other, which is not compiled",
                 where=f"optimizer {self.number}, rank {self.group.rank}",
@@ -317,9 +317,9 @@ class Binding(Transaction):
         def bound(*inner: Any, **options: Any) -> Any:
             self.gradients.uncalled.discard(self.number)
             with torch.no_grad(), unseen():
-                for buffer in self._updated:
-                    if not self._by_itself(buffer):
-                        self.alone.write_back(buffer)
+                for bucket in self._updated:
+                    if not self._by_itself(bucket):
+                        self.alone.write_back(bucket)
                 self._show(self.fragments)
             self._lent = True
             self._watch(False)
@@ -386,11 +386,11 @@ class Binding(Transaction):
         self.gradients.take_edits()
         self.gradients.keeper.flush()
         self.watcher.before_step()
-        for buffer in () if any(each.early for each in self.subscribers) else self.buffers:
-            buffer.land()
-            buffer.rebind()
-            if not self._by_itself(buffer) and buffer.edits.seed_master(asked=False):
-                buffer.changed()
+        for bucket in () if any(each.early for each in self.subscribers) else self.buckets:
+            bucket.land()
+            bucket.rebind()
+            if not self._by_itself(bucket) and bucket.edits.seed_master(asked=False):
+                bucket.changed()
 
     def check_states(self) -> None:
         """Report states that the program has set for the model's own parameters: a step uses fragments' states."""
@@ -417,27 +417,27 @@ class Binding(Transaction):
     def _bind(self) -> None:
         """Step the buckets that are stepped one by one, then give all other fragments their averaged gradients. Do
         neither if this step is to be skipped."""
-        self._skips = any(each.passes_over(self.buffers) for each in self.subscribers)
+        self._skips = any(each.passes_over(self.buckets) for each in self.subscribers)
         filled = [accumulator for accumulator in self.gradients.accumulators if accumulator.filled]
-        for work in [each.spread_average() for each in filled if not each.buffer.by_itself]:
+        for work in [each.spread_average() for each in filled if not each.bucket.by_itself]:
             work.wait()
         having = self.gradients.having(self._entries)
         # Buckets that have gradients for this optimizer on any rank.
-        updated = {id(e.accumulator.buffer) for e in self._entries if e.number in having and e.accumulator.filled}
-        self._updated = [buffer for buffer in self.buffers if id(buffer) in updated and not self._skips]
+        updated = {id(e.accumulator.bucket) for e in self._entries if e.number in having and e.accumulator.filled}
+        self._updated = [bucket for bucket in self.buckets if id(bucket) in updated and not self._skips]
         averages = self.averages
         shown = averages.hide(self.fragments)
         averages.drop_copies()  # of a step that an exception left
         before, self._bound_now = averages.begin(), True
         # The gradient exists on some rank, and the optimizer's groups show it: the program may clear either one.
         given = {which for which, entry in averages.entry_of.items() if which in shown and entry.number in having}
-        one_by_one = [buffer for buffer in self._updated if self._by_itself(buffer)]
+        one_by_one = [bucket for bucket in self._updated if self._by_itself(bucket)]
         self._marks = -1 if one_by_one else self._versions()
         try:
-            for at, buffer in enumerate(one_by_one):
+            for at, bucket in enumerate(one_by_one):
                 for coming in one_by_one[at : at + 2]:
                     self.states.ahead(coming)
-                self._step_alone(buffer, given)
+                self._step_alone(bucket, given)
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
         except BaseException:  # the optimizer's own: as with plain torch, a step that raised may be repeated
@@ -445,23 +445,23 @@ class Binding(Transaction):
             for fragment in self.fragments:
                 fragment.param.grad = shown.get(id(fragment.param))
             raise
-        for buffer in self._updated:
-            if not self._by_itself(buffer):
-                averages.give(self.states.of(buffer), given)
+        for bucket in self._updated:
+            if not self._by_itself(bucket):
+                averages.give(self.states.of(bucket), given)
 
-    def _by_itself(self, buffer: Buffer) -> bool:
+    def _by_itself(self, bucket: Bucket) -> bool:
         """Tell if a bucket is stepped separately: offloaded ones, and, if the optimizer allows it, those whose step
         needs copies of gradients or whole matrices, so that not all copies exist at once."""
-        return buffer.by_itself or (self.by_bucket and (buffer.upcast or self.alone.wants(buffer)))
+        return bucket.by_itself or (self.by_bucket and (bucket.upcast or self.alone.wants(bucket)))
 
-    def _step_alone(self, buffer: Buffer, given: set[int]) -> None:
+    def _step_alone(self, bucket: Bucket, given: set[int]) -> None:
         """Step one bucket by the optimizer's own `step`, the gradients of all others hidden; then write it back."""
-        accumulator = self.gradients.of_bucket(buffer.bucket.index)
+        accumulator = self.gradients.of_bucket(bucket.plan.index)
         assert accumulator is not None
         averaged = accumulator.averaged  # the resting sum is divided
         accumulator.sum.behind()
         try:
-            self.alone.step(buffer, accumulator, given)
+            self.alone.step(bucket, accumulator, given)
         finally:
             if accumulator.sum.on_demand:
                 accumulator.forget_step(averaged=averaged)
@@ -472,14 +472,14 @@ class Binding(Transaction):
             return
         self._watch(False)
         self._bound_now = False
-        replaced = {buffer.bucket.index for buffer in self.states.replaced(self.fragments)}
-        self.edited |= replaced - {buffer.bucket.index for buffer in self._updated}
+        replaced = {bucket.plan.index for bucket in self.states.replaced(self.fragments)}
+        self.edited |= replaced - {bucket.plan.index for bucket in self._updated}
         self.states.followed()
         self.gradients.uncalled.discard(self.number)
-        for buffer in self._updated:
-            if not self._by_itself(buffer):
-                self.alone.write_back(buffer)
-        if any(buffer.meets for buffer in self._updated):
+        for bucket in self._updated:
+            if not self._by_itself(bucket):
+                self.alone.write_back(bucket)
+        if any(bucket.meets for bucket in self._updated):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
         publish(self._updated, overlap=self.schedule.settings.overlap)
         self.schedule.after_step()

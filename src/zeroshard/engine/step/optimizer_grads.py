@@ -10,7 +10,7 @@ from ...errors import StateError
 from ..gradients.accumulator import Entry
 from ..gradients.gradient import Gradients
 from ..gradients.sharded_grad import ShardedGrad
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from .fragment import Fragment
 
 
@@ -22,7 +22,7 @@ class Averages:
         self.entry_of: dict[int, Entry] = {}  # by fragment's id
         self.given: dict[int, Tensor] = {}  # by fragment's id, the average that the running step has given it
         self._views: dict[int, Tensor] = {}  # by fragment's id, where its averaged gradient always lies
-        self._copies: dict[int, tuple[Buffer, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
+        self._copies: dict[int, tuple[Bucket, Tensor]] = {}  # by bucket, of its averages in the fragments' dtype
 
     def begin(self) -> dict[int, Tensor]:
         """Begin a step, which has given no average yet. Returns what the last step gave, for `take_back`."""
@@ -83,26 +83,26 @@ class Averages:
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.own
         if own.device != param.device:
-            return self._copied(fragment.buffer, own, param)[part].view(param.shape)
+            return self._copied(fragment.bucket, own, param)[part].view(param.shape)
         if accumulator.sum.on_demand and not accumulator.sum.rest.on_device:
             return own[part].to(param.dtype).view(param.shape)
         if own.dtype != param.dtype:
-            return self._copied(fragment.buffer, own, param)[part].view(param.shape)
+            return self._copied(fragment.bucket, own, param)[part].view(param.shape)
         average = own[part].view(param.shape)
         return average if accumulator.sum.on_demand else self._views.setdefault(id(param), average)
 
-    def _copied(self, buffer: Buffer, own: Tensor, like: Tensor) -> Tensor:
+    def _copied(self, bucket: Bucket, own: Tensor, like: Tensor) -> Tensor:
         """Return a copy of a bucket's averages in the dtype and on the device of `like`, kept until the step is over.
 
         Its memory is not from malloc: the optimizer's first step would allocate states above it, and freeing it would
         leave a hole of its size in the heap, for good.
         """
-        if buffer.bucket.index not in self._copies:
-            self._copies[buffer.bucket.index] = buffer, self._copy(buffer, own, like)
-        return self._copies[buffer.bucket.index][1]
+        if bucket.plan.index not in self._copies:
+            self._copies[bucket.plan.index] = bucket, self._copy(bucket, own, like)
+        return self._copies[bucket.plan.index][1]
 
-    def _copy(self, buffer: Buffer, own: Tensor, like: Tensor) -> Tensor:
-        tier = buffer.tier
+    def _copy(self, bucket: Bucket, own: Tensor, like: Tensor) -> Tensor:
+        tier = bucket.tier
         if like.device != tier.device:
             return tier.fetch(own, like.dtype)
         copy = tier.reserve("upcast", own.numel(), like.dtype, zeroed=False)
@@ -113,6 +113,6 @@ class Averages:
 
     def drop_copies(self) -> None:
         while self._copies:
-            buffer, copy = self._copies.popitem()[1]
-            if copy.device == buffer.tier.device:
-                buffer.tier.give_back("upcast", copy)
+            bucket, copy = self._copies.popitem()[1]
+            if copy.device == bucket.tier.device:
+                bucket.tier.give_back("upcast", copy)

@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ...comm.frames import Call
 from ...errors import PeerError, ReleasedError, StateError
-from ...layout.partition import Bucket, plain_name
+from ...layout.partition import BucketPlan, plain_name
 from ...policies.comm import Comm
 from ...policies.precision import Precision
 from ..gradients.backward import Backward, backward_is_running
 from ..gradients.gradient import Gradients
 from ..gradients.reduction import Reduction
-from ..weights.buffer import Buffer
+from ..weights.bucket import Bucket
 from ..weights.forward import Forward, Frame
 from ..weights.guard import SavedTensors, not_given, weak
 from ..weights.modes import outside, refuse_inside
@@ -69,7 +69,7 @@ class ForwardWatcher(Protocol):
     def steps(self) -> Sequence[Transaction]:
         """Return the steps that may be under way: one for each optimizer."""
 
-    def moved(self, buffer: Buffer) -> None:
+    def moved(self, bucket: Bucket) -> None:
         """Point optimizers' fragments at the memory in which a bucket's parameters rest now."""
 
     def boundary(self) -> None:
@@ -109,13 +109,13 @@ class Schedule:
         self.forward = Forward(units, saved, self.ledger, releases=settings.release_after_forward)
         self.averages_in = False  # are the weights a moving average's, for a while?
         group.party = self
-        self._buffers = [buffer for unit in units for buffer in unit.buffers]
-        self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
+        self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._unit_of = {id(bucket): unit for unit in units for bucket in unit.buckets}
         reader = _WeakSchedule(self)
         untraced()
         for unit in units:
-            for buffer in unit.buffers:
-                buffer.reader = reader
+            for bucket in unit.buckets:
+                bucket.reader = reader
             # Not to be compiled: a hook acts differently from call to call, and opens parameters that graphs may hold.
             enter, leave = (torch.compiler.disable(weak(h, unit), reason=NO_GRAPH) for h in (self.enter, self.leave))
             for module in unit.modules:
@@ -223,7 +223,7 @@ class Schedule:
         if compared:
             self._meet_for_forward(unit, training)
         elif self.watcher.notice() and (
-            self.group.failed or any(buffer.placements.optimizer for each in self.units for buffer in each.buffers)
+            self.group.failed or any(bucket.placements.optimizer for each in self.units for bucket in each.buckets)
         ):
             self.group.progress.trouble = (
                 "an optimizer's part of the weights was edited on this rank: before a forward without grad every rank "
@@ -299,8 +299,8 @@ class Schedule:
         """Copy edits made so far inside gathered() to the shards, or the coming gathers would undo them."""
         for unit in self.units:
             if unit.pinned:
-                for buffer in unit.released:
-                    buffer.edits.follow()
+                for bucket in unit.released:
+                    bucket.edits.follow()
 
     def _refuse_export(self) -> None:
         """Refuse to be traced or exported: the program that torch makes would have no weights, or only this rank's."""
@@ -314,22 +314,22 @@ class Schedule:
 
     # --- touches and saved weights ----------------------------------------------------------------------------------
 
-    def touch(self, buffer: Buffer, index: int) -> None:
+    def touch(self, bucket: Bucket, index: int) -> None:
         """Gather and open a guarded parameter that Python reads; raise `ReleasedError` outside forward and backward."""
-        unit = self._unit_of[id(buffer)]
-        if buffer.resident:
+        unit = self._unit_of[id(bucket)]
+        if bucket.resident:
             unit.open()
             return
         if backward_is_running():
             self.backward.event()
         elif not self.forward.frames:
-            name = buffer.bucket.slots[index].name
+            name = bucket.plan.slots[index].name
             end_graph(f"zeroshard's parameter {name!r}, which is not gathered", NO_GRAPH)
             raise ReleasedError(
                 "a sharded parameter was read while it is not gathered",
                 where=f"parameter {name!r}, rank {self.group.rank}",
                 expected="the model's own forward or backward",
-                instead=not_given(buffer.params[index])
+                instead=not_given(bucket.params[index])
                 or "with zero.gathered(): ...   (on every rank). Call parts of the model through its forward"
                 f"{self._own_units(unit, name)}; "
                 "move or convert it before shard(...)",
@@ -346,7 +346,7 @@ class Schedule:
             for path, module in root.named_modules()
             if module is not root and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
         ]
-        slots = [slot.name for buffer in unit.buffers for slot in buffer.bucket.slots]
+        slots = [slot.name for bucket in unit.buckets for slot in bucket.plan.slots]
         outermost = {slot: next((path for path in callable_ if slot.startswith(path)), "") for slot in slots}
         if unit.name or not outermost[name]:
             return ""
@@ -356,22 +356,22 @@ class Schedule:
         units = dict.fromkeys(re.sub(r"\.\d+$", ".*", each) for each in names if each)
         return f", or make what is called by itself a unit: Layout(units={json.dumps([*units])})"
 
-    def moved(self, buffer: Buffer) -> None:
+    def moved(self, bucket: Bucket) -> None:
         """Tell the watcher that a bucket's parameters rest in other memory now."""
-        self.watcher.moved(buffer)
+        self.watcher.moved(bucket)
 
-    def fetch(self, buffer: Buffer) -> None:
+    def fetch(self, bucket: Bucket) -> None:
         """Gather a bucket of which autograd needs a saved weight."""
         if backward_is_running():
             self.backward.event()
-        unit = self._unit_of[id(buffer)]
+        unit = self._unit_of[id(bucket)]
         self.backward.needs(unit)
-        if buffer.ready and not unit.ahead:
+        if bucket.ready and not unit.ahead:
             return
         if not self.script.active:
             raise StateError(
                 "a saved weight was read outside forward and backward",
-                where=f"parameter {buffer.bucket.slots[0].name!r}",
+                where=f"parameter {bucket.plan.slots[0].name!r}",
                 instead="with zero.gathered(): ...   (on every rank)",
             )
         self.script.demand(unit)
@@ -426,21 +426,21 @@ class Schedule:
     def edits(self) -> str:
         return repr(self.gradients.edits)
 
-    def bucket(self, index: int) -> Bucket:
-        return next(buffer.bucket for buffer in self._buffers if buffer.bucket.index == index)
+    def plan(self, index: int) -> BucketPlan:
+        return next(bucket.plan for bucket in self._buckets if bucket.plan.index == index)
 
-    def travelling(self, index: int) -> Bucket:
-        return self.reduction.contributions[index].codec.bucket
+    def travelling(self, index: int) -> BucketPlan:
+        return self.reduction.contributions[index].codec.plan
 
     def recovery_copy(self, bucket: int, state: str) -> Tensor | None:
-        found = [buffer for buffer in self._buffers if buffer.bucket.index == bucket and state == "parameters"]
+        found = [each for each in self._buckets if each.plan.index == bucket and state == "parameters"]
         return found[0].codec.recovery_copy() if found else None
 
     def levelled(self, drop: bool) -> None:
         self.script.forget()
         for unit in self.units:
-            for buffer in unit.buffers:  # do not use gathered weights again: a rank that stood in may have sent some
-                buffer.gathered.current &= buffer.resident
+            for bucket in unit.buckets:  # do not use gathered weights again: a rank that stood in may have sent some
+                bucket.gathered.current &= bucket.resident
         self.reduction.order = sorted(self.reduction.contributions, reverse=True)
         if drop:
             self.reduction.abort()
@@ -454,8 +454,8 @@ class Schedule:
             each.abandon()
 
     def spread(self) -> None:
-        for buffer in self._buffers:
-            buffer.publish(overlap=False)
+        for bucket in self._buckets:
+            bucket.publish(overlap=False)
 
     # --- what else gathers ------------------------------------------------------------------------------------------
 
@@ -472,8 +472,8 @@ class Schedule:
         for unit in self.units:
             unit.calls.clear()
             unit.touched = False
-            for buffer in unit.released:
-                buffer.gathered.current = False
+            for bucket in unit.released:
+                bucket.gathered.current = False
             if unit.pinned:
                 unit.gather(wait=True)
             unit.release()
@@ -504,24 +504,24 @@ class Schedule:
 
 
 class _WeakSchedule:
-    """The buffers' weak reference to the schedule: parameters refer to buffers, and must not keep the engine alive."""
+    """The buckets' weak reference to the schedule: parameters refer to buckets, and must not keep the engine alive."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = weakref.ref(schedule)
 
     @outside
-    def touch(self, buffer: Buffer, position: int) -> None:
+    def touch(self, bucket: Bucket, position: int) -> None:
         schedule = self._schedule()
         if schedule is not None:
-            schedule.touch(buffer, position)
+            schedule.touch(bucket, position)
 
-    def moved(self, buffer: Buffer) -> None:
+    def moved(self, bucket: Bucket) -> None:
         schedule = self._schedule()
         if schedule is not None:
-            schedule.moved(buffer)
+            schedule.moved(bucket)
 
     @outside
-    def fetch(self, buffer: Buffer) -> None:
+    def fetch(self, bucket: Bucket) -> None:
         schedule = self._schedule()
         if schedule is not None:
-            schedule.fetch(buffer)
+            schedule.fetch(bucket)

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ...layout.partition import Bucket
+from ...layout.partition import BucketPlan
 
 if TYPE_CHECKING:
-    from .buffer import Buffer
+    from .bucket import Bucket
 
 
 class Plain:
@@ -36,19 +36,19 @@ class Plain:
     alone = False  # is such a bucket stepped separately, because its masters exist only while used?
     asks = False  # must the host know whether there are edits before it copies them?
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
 
     # --- from masters to what rests -----------------------------------------------------------------------------------
 
     @property
     def beside(self) -> bool:
         """True if parameters rest in addition to masters, so that a step has to cast the masters to them."""
-        return self.buffer.master is not None
+        return self.bucket.master is not None
 
     def encode(self, resting: Tensor, source: Tensor) -> None:
         """Fill what rests of the parameters at construction. source: the whole bucket, in the masters' dtype."""
-        resting.copy_(source[self.buffer.parameters.first : self.buffer.parameters.last])
+        resting.copy_(source[self.bucket.parameters.first : self.bucket.parameters.last])
 
     def look(self) -> None:
         """Read from the masters what `agree` will need, while the separate step of this bucket has them in memory."""
@@ -77,37 +77,37 @@ class Plain:
 
     def landing(self, *, in_use: bool) -> Tensor:
         """Return the memory to gather into. in_use: the gathered copy may be read meanwhile."""
-        return self.buffer.full
+        return self.bucket.full
 
     def decode(self) -> None:
         """Decode what has landed into the gathered copy."""
 
     def recovery_copy(self) -> Tensor:
         """Return a whole bucket, in the format that travels, with this rank's shard in it, for peers in a gather."""
-        buffer = self.buffer
-        if buffer.resident or not buffer.gathered.released:
-            return buffer.full
-        return self._own_shard(buffer.dtype)
+        bucket = self.bucket
+        if bucket.resident or not bucket.gathered.released:
+            return bucket.full
+        return self._own_shard(bucket.dtype)
 
     def _own_shard(self, dtype: torch.dtype) -> Tensor:
-        buffer = self.buffer
-        whole = torch.zeros(buffer.bucket.numel, dtype=dtype, device=buffer.tier.device)
-        first, last = buffer.parameters.owned
-        buffer.parameters.copy(first, whole[first:last])
+        bucket = self.bucket
+        whole = torch.zeros(bucket.plan.numel, dtype=dtype, device=bucket.tier.device)
+        first, last = bucket.parameters.owned
+        bucket.parameters.copy(first, whole[first:last])
         return whole
 
     # --- edits --------------------------------------------------------------------------------------------------------
 
     def take_back(self, *, asked: bool) -> bool:
         """Copy edits of the gathered copy to what rests. Returns if there were any; see `Edits.keep`."""
-        return self.buffer.edits.take_back(asked=asked)
+        return self.bucket.edits.take_back(asked=asked)
 
     def before_taking_back(self) -> None:
         """Copy edits of the gathered copy to masters whose values depend on the parameters at rest."""
 
     def follow(self, params: Tensor, *, asked: bool) -> bool:
         """Copy edits of these parameters, which rest, to their masters. Returns if there were any."""
-        return self.buffer.edits.reseed(params, asked=asked)
+        return self.bucket.edits.reseed(params, asked=asked)
 
 
 class Cast(Plain):
@@ -121,16 +121,16 @@ class Cast(Plain):
 
     @property
     def arriving(self) -> Tensor | None:
-        return self.buffer.mine
+        return self.bucket.mine
 
     def take_back(self, *, asked: bool) -> bool:
-        return self.buffer.edits.take_back_to_masters(asked=asked)
+        return self.bucket.edits.take_back_to_masters(asked=asked)
 
 
 class Message(Protocol):
     """The format in which each rank's contribution to a bucket's sum travels."""
 
-    bucket: Bucket  # in elements of what is sent
+    plan: BucketPlan  # in elements of what is sent
     dtype: torch.dtype  # of these
 
     def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:
@@ -143,8 +143,8 @@ class Message(Protocol):
 class Values:
     """The format of contributions that travel in the dtype in which they are added up."""
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype) -> None:
-        self.bucket = bucket
+    def __init__(self, plan: BucketPlan, dtype: torch.dtype) -> None:
+        self.plan = plan
         self.dtype = dtype
 
     def encode(self, values: Tensor, take: Callable[[int, torch.dtype], Tensor]) -> Tensor:

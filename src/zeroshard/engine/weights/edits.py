@@ -20,14 +20,14 @@ from ...device import TO_THE_HOST, ask, asynchronous, given
 from ...errors import TierError
 
 if TYPE_CHECKING:
-    from .buffer import Buffer
+    from .bucket import Bucket
 
 
 class Edits:
     """Edits of one bucket's weights since they were last looked at: the evidence, and what is done with them."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
+    def __init__(self, bucket: Bucket) -> None:
+        self._bucket = bucket
         self.reachable = True  # could the program have edited the gathered copy since it came?
         self.unfollowed = False  # do the resting parameters hold an edit that the master has not followed?
         self._version = 0  # of the gathered copy as it came
@@ -36,7 +36,7 @@ class Edits:
 
     def _digest(self, params: Tensor) -> bytes | Tensor | None:
         """Return a digest of weights; in a device's memory only for a codec that asks."""
-        return fingerprint(params, anywhere=self._buffer.codec.asks)
+        return fingerprint(params, anywhere=self._bucket.codec.asks)
 
     def came(self, full: Tensor, mine: Tensor | None, *, kept: bool) -> None:
         """Take note of a new gathered copy. kept: its memory was not released before, because something may still refer
@@ -83,66 +83,66 @@ class Edits:
         """
         kept = self.keep(asked=asked)
         if self.seed_master(asked=asked) or kept:
-            self._buffer.changed()
+            self._bucket.changed()
 
     def keep(self, *, asked: bool = True) -> bool:
         """Copy edits of the gathered copy to what rests. Returns if there were any."""
-        if self._buffer.resident or not (self._buffer.ready and self.reachable):
+        if self._bucket.resident or not (self._bucket.ready and self.reachable):
             return False  # nothing gathered, only a copy that the last step made old, or one that no code could reach
         with torch.inference_mode(False), torch.no_grad():
-            return self._buffer.codec.take_back(asked=asked)
+            return self._bucket.codec.take_back(asked=asked)
 
     def take_back_to_masters(self, *, asked: bool) -> bool:
         """Copy edits of the gathered copy to the masters, which are all that rests. Returns if there were any."""
-        self._buffer.rebind()
-        return self.reseed(self._buffer.mine, asked=asked)
+        self._bucket.rebind()
+        return self.reseed(self._bucket.mine, asked=asked)
 
     def take_back(self, *, asked: bool) -> bool:
         """Copy edits of the gathered copy to parameters that rest in the same format. Returns if there were any."""
-        buffer, parameters = self._buffer, self._buffer.parameters
-        buffer.rebind()
+        bucket, parameters = self._bucket, self._bucket.parameters
+        bucket.rebind()
         try:
             silent = not asked and self._silent and not parameters.on_demand
-            if not silent and parameters.rest.same_as(buffer.mine):
+            if not silent and parameters.rest.same_as(bucket.mine):
                 return False
-            buffer.codec.before_taking_back()
+            bucket.codec.before_taking_back()
             if silent and parameters.pinned:
-                parameters.rest.take(0, mine := buffer.mine.clone(), fresh=True)
+                parameters.rest.take(0, mine := bucket.mine.clone(), fresh=True)
                 given(mine, TO_THE_HOST)
             else:
                 with parameters.here(fresh=True) as resting:
-                    resting.copy_(buffer.mine)
+                    resting.copy_(bucket.mine)
         except TierError as error:
-            buffer.group.report(error)
-        self.unfollowed = not buffer.codec.asks
+            bucket.group.report(error)
+        self.unfollowed = not bucket.codec.asks
         return not silent
 
     @property
     def _silent(self) -> bool:
         """True if edits can be copied without asking if there are any."""
-        return not self._buffer.codec.asks and asynchronous(self._buffer.full.device)
+        return not self._bucket.codec.asks and asynchronous(self._bucket.full.device)
 
     def seed_master(self, *, asked: bool = True) -> bool:
         """Copy edits of resting parameters to their masters. Returns if anything was edited."""
-        buffer = self._buffer
-        if buffer.master is None or buffer.codec.of_masters or not (buffer.resident or self.unfollowed):
+        bucket = self._bucket
+        if bucket.master is None or bucket.codec.of_masters or not (bucket.resident or self.unfollowed):
             return False
         self.unfollowed = False
-        with buffer.parameters.here(changed=False):
-            return buffer.codec.follow(buffer.parameters.of(*buffer.updated), asked=asked)
+        with bucket.parameters.here(changed=False):
+            return bucket.codec.follow(bucket.parameters.of(*bucket.updated), asked=asked)
 
     def mark_followed(self) -> None:
         """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
-        buffer, self.unfollowed = self._buffer, False
-        if buffer.codec.asks and buffer.resident:
-            self.agree(buffer.parameters.of(*buffer.updated))
+        bucket, self.unfollowed = self._bucket, False
+        if bucket.codec.asks and bucket.resident:
+            self.agree(bucket.parameters.of(*bucket.updated))
 
     def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
         """Copy to the master the elements that are not its cast. Returns if anything was edited; see `reseed_`.
 
         A digest that is known is renewed; an unknown one is not taken here.
         """
-        state = self._buffer.master
+        state = self._bucket.master
         assert state is not None
         with state.here(changed=False) as master:
             now = None if self._agreed is None else self._digest(params)
@@ -155,13 +155,13 @@ class Edits:
 
     def _brought(self, params: Tensor, master: Tensor) -> Tensor:
         """Return `params` on the master's device, so that edits can be copied to the master."""
-        buffer = self._buffer
+        bucket = self._bucket
         if params.device == master.device:
             return params
         if master.is_cpu:
-            return buffer.tier.fetch(params, params.dtype)
+            return bucket.tier.fetch(params, params.dtype)
         brought = torch.empty_like(params, device=master.device)  # params rest on the host
-        buffer.parameters.rest.give(buffer.updated[0] - buffer.parameters.first, brought)
+        bucket.parameters.rest.give(bucket.updated[0] - bucket.parameters.first, brought)
         return brought
 
 

@@ -30,7 +30,7 @@ from ...comm.transport import Work
 from ...device import TO_THE_DEVICE, DeviceEvent, behind, event, streams
 from ...errors import TierError
 from ...events import ends
-from ...layout.partition import Bucket
+from ...layout.partition import BucketPlan
 from ...layout.stage import Degree
 from ...tiers.tier import Part, Pinned, Rest, Tier
 
@@ -41,24 +41,26 @@ class Flat:
     by_part = False  # does each replica maintain only a part of its shard?
 
     def __init__(
-        self, bucket: Bucket, group: Group, rest: Rest, dtype: torch.dtype, degree: Degree, state: str = ""
+        self, plan: BucketPlan, group: Group, rest: Rest, dtype: torch.dtype, degree: Degree, state: str = ""
     ) -> None:
-        self.bucket = bucket
+        self.plan = plan
         self.group = group
-        self.team = group.team_of(bucket)
+        self.team = group.team_of(plan)
         self.rest = rest
         self.dtype = dtype
         self.degree = degree
         self.state = state  # what the ledger calls it
-        self.first, self.last = bucket.held(self.team.seat, degree)
-        self.owned = bucket.held(self.team.seat, max(degree, Degree.TEAM))  # the part that this rank maintains
+        self.first, self.last = plan.held(self.team.seat, degree)
+        self.owned = plan.held(self.team.seat, max(degree, Degree.TEAM))  # the part that this rank maintains
 
     @classmethod
-    def reserve(cls, state: str, bucket: Bucket, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree) -> Flat:
+    def reserve(
+        cls, state: str, plan: BucketPlan, group: Group, tier: Tier, dtype: torch.dtype, degree: Degree
+    ) -> Flat:
         """Make a Flat of zeros in a tier."""
-        flat = cls(bucket, group, None, dtype, degree, state)  # type: ignore[arg-type]
+        flat = cls(plan, group, None, dtype, degree, state)  # type: ignore[arg-type]
         # Reserve last: if an interrupt came after this, a file would keep counted room for a state that nobody has.
-        flat.rest = tier.rest(state, bucket.index, flat.last - flat.first, dtype)
+        flat.rest = tier.rest(state, plan.index, flat.last - flat.first, dtype)
         return flat
 
     # --- which elements ---------------------------------------------------------------------------------------------
@@ -128,23 +130,23 @@ class Flat:
         """
         if to is not None:
             here = self.degree is Degree.RANK
-            first, last = (0, self.bucket.numel) if here else self.owned
+            first, last = (0, self.plan.numel) if here else self.owned
             aside = streams(to.device) and not self.on_device  # on a side stream: computation does not wait for it
             with behind(TO_THE_DEVICE, to.device) if aside else contextlib.nullcontext():
                 self.copy(first, to[first:last])
                 work = Work() if here else self.send(to)
                 return work.after(event(to.device)) if aside else work
         if self.rest.on_device:  # a `Passing` rest too: the caller is inside its here()
-            return self.rest.gather(self.team, self.bucket, self.state)
+            return self.rest.gather(self.team, self.plan, self.state)
         if streams(self.team.device) and not self.on_demand:
-            moved = torch.empty(self.bucket.numel, dtype=self.dtype, device=self.team.device)
+            moved = torch.empty(self.plan.numel, dtype=self.dtype, device=self.team.device)
             self.give(moved[slice(*self.owned)])
-            self.team.gather(moved, self.bucket, self.state).wait()
+            self.team.gather(moved, self.plan, self.state).wait()
             self.rest.take(0, moved, fresh=True).wait()
             return Work()
         with self.here(changed=kept) as whole:
             moved = whole.to(self.team.device)  # itself, where host and device are one
-            self.team.gather(moved, self.bucket, self.state).wait()
+            self.team.gather(moved, self.plan, self.state).wait()
             if moved is not whole:
                 whole.copy_(moved)
         return Work()
@@ -152,18 +154,18 @@ class Flat:
     def send(self, whole: Tensor) -> Work:
         """Send what is owned, which lies in `whole` on the device, to all ranks of the team."""
         if self.by_part:
-            self._complete(whole[slice(*self.bucket.shard(self.team.position))])
+            self._complete(whole[slice(*self.plan.shard(self.team.position))])
         elif self.degree is Degree.ALL:
             assert self.team.by_levels is not None  # set by the feature of two levels
-            return self.team.by_levels(self.team, whole, self.bucket, self.state)
-        return self.team.gather(whole, self.bucket, self.state)
+            return self.team.by_levels(self.team, whole, self.plan, self.state)
+        return self.team.gather(whole, self.plan, self.state)
 
     @torch.no_grad()
     def give_all(self, source: int) -> None:
         """Copy rank `source`'s elements to all ranks, of a state that every rank has whole."""
         with self.here() as own:
             sent = own.to(self.team.device)
-            self.group.give_all(sent, self.bucket, source)
+            self.group.give_all(sent, self.plan, source)
             own.copy_(sent)
 
     @torch.no_grad()
@@ -179,7 +181,7 @@ class Flat:
                 own.copy_(moved)
 
     def _complete(self, shard: Tensor) -> None:
-        self.team.column.share(shard, self.bucket, self.state).wait()
+        self.team.column.share(shard, self.plan, self.state).wait()
 
     def settle(self) -> None:
         """Where all ranks read one memory, publish what owners wrote, and drop this rank's other writes."""
@@ -203,7 +205,7 @@ class Flat:
     def copied(self, nbytes: int, *, leaves: bool = False) -> Iterator[None]:
         """Note a copy that runs inside the block. leaves: from the device, so its bytes are `sent`; else to it."""
         sent = nbytes if leaves else 0
-        copied = self.team.ledger.note("copy", state=self.state, bucket=self.bucket.index, logical=nbytes, sent=sent)
+        copied = self.team.ledger.note("copy", state=self.state, bucket=self.plan.index, logical=nbytes, sent=sent)
         yield
         ends(copied)
 

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 
 from ...arithmetic.sums import simulated
 from ...errors import UserError
-from ...layout.partition import Bucket, slot_at
+from ...layout.partition import BucketPlan, slot_at
 from ...tiers.tier import DeviceTier
 from .guard import flip, unflip
 
@@ -123,8 +123,8 @@ def point(tensor: Any, data: Tensor) -> None:
 class Gathered:
     """The gathered copy of one bucket on one rank, its parameters as views of it, and the state of both."""
 
-    def __init__(self, bucket: Bucket, params: list[nn.Parameter], dtype: torch.dtype, tier: DeviceTier) -> None:
-        self.bucket = bucket
+    def __init__(self, plan: BucketPlan, params: list[nn.Parameter], dtype: torch.dtype, tier: DeviceTier) -> None:
+        self.plan = plan
         self.params = params
         self.dtype = dtype
         self.tier = tier
@@ -134,8 +134,8 @@ class Gathered:
         self.current = True  # are these the weights that a gather would bring?
         self.full: Tensor
         self.views: list[Tensor]  # the parameters in `full`
-        self.strides = [torch.empty(slot.shape, device="meta").stride() for slot in bucket.slots]
-        self.nbytes = bucket.numel * dtype.itemsize
+        self.strides = [torch.empty(slot.shape, device="meta").stride() for slot in plan.slots]
+        self.nbytes = plan.numel * dtype.itemsize
         self.counted = "gather"  # what the ledger calls the memory
         self._references: list[int] = []
         self._uses = 0
@@ -144,8 +144,8 @@ class Gathered:
         """Put the parameters into `full`, at construction."""
         self._placeholder = home(full, full.device)
         absent = self._placeholder.view(self.dtype)[0]
-        self._absent = [absent.expand(slot.shape) for slot in self.bucket.slots]
-        self._shapes = self._views_of(torch.empty(self.bucket.numel, dtype=self.dtype, device="meta"))
+        self._absent = [absent.expand(slot.shape) for slot in self.plan.slots]
+        self._shapes = self._views_of(torch.empty(self.plan.numel, dtype=self.dtype, device="meta"))
         for param, absent in zip(self.params, self._absent, strict=True):
             point(param, absent)  # on this device, whichever it was on
         self._lie_in(full)
@@ -156,7 +156,7 @@ class Gathered:
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         """Return the parameters as views of a tensor of the whole bucket, at the start of its storage."""
-        laid_out = zip(self.bucket.slots, self.strides, strict=True)
+        laid_out = zip(self.plan.slots, self.strides, strict=True)
         return [flat.as_strided(slot.shape, strides, slot.start) for slot, strides in laid_out]
 
     def _point(self, tensors: list[Tensor]) -> None:
@@ -185,7 +185,7 @@ class Gathered:
         """Take memory to gather into. ahead: it counts as prefetched until it is used."""
         before, self.counted = self.counted, "prefetch" if ahead else "gather"
         if self.views is self._shapes:
-            self._lie_in(self.tier.reserve(self.counted, self.bucket.numel, self.dtype, zeroed=False))
+            self._lie_in(self.tier.reserve(self.counted, self.plan.numel, self.dtype, zeroed=False))
         else:  # memory is still held, after an exception in a gather or release: some parameters may point elsewhere
             self._point(self.views)
             self.tier.ledger.rename(before, self.counted, self.nbytes)
@@ -277,7 +277,7 @@ class Gathered:
         return found
 
     def _check_replaced(self, index: int, data: Tensor) -> None:
-        slot = self.bucket.slots[index]
+        slot = self.plan.slots[index]
         memory = data.untyped_storage().data_ptr()
         if any(memory == each.full.untyped_storage().data_ptr() for each in self.of_model):
             raise UserError(
@@ -315,11 +315,11 @@ class Gathered:
         a function to call once no tensor of the engine lies in the old memory. It moves the views that the program may
         hold of parameters that were not replaced, so that they are views of these again.
         """
-        left = {index for index, slot in enumerate(self.bucket.slots) if slot.numel and index not in replaced}
+        left = {index for index, slot in enumerate(self.plan.slots) if slot.numel and index not in replaced}
         if left and gc.get_freeze_count() > self.frozen:
             raise UserError(
                 "a parameter's data was replaced, and gc.freeze() hides what the program keeps of its neighbours",
-                where=f"parameter {self.bucket.slots[replaced[0]].name!r}",
+                where=f"parameter {self.plan.slots[replaced[0]].name!r}",
                 instead="keep param.data.clone() before param.data = ..., or replace .data before gc.freeze()",
             )
         full.copy_(self.full)
@@ -343,7 +343,7 @@ class Gathered:
 
         A NumPy array that refers to the tensor still reads the old memory, so the tensor keeps the old memory alive.
         """
-        index = slot_at([slot.start for slot in self.bucket.slots], int(tensor.storage_offset()))
+        index = slot_at([slot.start for slot in self.plan.slots], int(tensor.storage_offset()))
         if index in left and tensor.dtype == self.dtype and tensor.grad_fn is None:
             old: Any = tensor.detach()
             old._zeroshard_before = getattr(tensor, "_zeroshard_before", None)  # of an earlier move

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...device import current
 from ...errors import ReleasedError, StateError
-from ...layout.partition import Bucket, slot_at
+from ...layout.partition import BucketPlan, slot_at
 from .modes import outside
 
 _GETTERS = (
@@ -270,9 +270,9 @@ def _open_for_fast_path(module: Any, args: Any) -> None:
 
 
 class Source(Protocol):
-    """The buffer that a note points into, as the note needs it."""
+    """The bucket that a note points into, as the note needs it."""
 
-    bucket: Bucket
+    plan: BucketPlan
     params: list[nn.Parameter]
     starts: list[int]  # of slots
     generation: int
@@ -294,7 +294,7 @@ def _fetch(source: Source) -> None:
     if not source.ready:
         raise StateError(
             "a weight needed by backward could not be gathered",
-            where=f"parameter {source.bucket.slots[0].name!r}",
+            where=f"parameter {source.plan.slots[0].name!r}",
             instead="run backward on every rank",
         )
     source.land()
@@ -331,7 +331,7 @@ class SavedWeight(NamedTuple):
         if self.generation != self.source.generation or self.version != version:
             raise StateError(
                 "a weight was changed between forward and backward by an inplace operation",
-                where=f"parameter {self.source.bucket.slots[self.slot].name!r}",
+                where=f"parameter {self.source.plan.slots[self.slot].name!r}",
                 expected=f"version {self.version} of generation {self.generation}",
                 got=f"version {version} of generation {self.source.generation}",
                 instead="call backward before optimizer.step() or any edit of the weights",
@@ -446,12 +446,12 @@ class SavedTensors:
         return _is_ours(pair) and pair[0].keeper is self
 
     def watch(self, source: Source) -> None:
-        """Keep tensors in this buffer's storage as notes from now on."""
+        """Keep tensors in this bucket's storage as notes from now on."""
         self._sources[source.full.untyped_storage()._cdata] = source
         source.unnoted = not _allowed()
 
     def forget(self, source: Source) -> None:
-        """Forget a buffer that is about to give its storage up: another may soon be at that address."""
+        """Forget a bucket that is about to give its storage up: another may soon be at that address."""
         self._sources.pop(source.full.untyped_storage()._cdata, None)
 
     def push(self) -> bool:
@@ -475,7 +475,7 @@ class SavedTensors:
         _put_back(above)
 
     def stop_noting(self) -> None:
-        """Take note that graphs will hold parameters themselves, in every buffer that is gathered."""
+        """Take note that graphs will hold parameters themselves, in every bucket that is gathered."""
         for source in self._sources.values():
             source.unnoted = True
 
@@ -502,7 +502,7 @@ class SavedTensors:
         return PackedWeight(leaves, tree, below[1])
 
     def _source_of(self, tensor: Tensor) -> Source | None:
-        """Return the buffer in whose memory a tensor (or a `DTensor`'s local one) lies; None if it is in none."""
+        """Return the bucket in whose memory a tensor (or a `DTensor`'s local one) lies; None if it is in none."""
         tensor = _local(tensor)
         return self._sources.get(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else None
 

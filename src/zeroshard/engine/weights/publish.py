@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .buffer import Buffer
+from .bucket import Bucket
 
 
-def publish(buffers: Sequence[Buffer], *, overlap: bool, outside: bool = False) -> None:
+def publish(buckets: Sequence[Bucket], *, overlap: bool, outside: bool = False) -> None:
     """Send updated parameters to every rank: the same buckets on all ranks. outside: no step made the update."""
-    for buffer in buffers if outside else ():
-        buffer.codec.forget()
-        buffer.changed()
-        buffer.gathered.current &= buffer.resident
-    agreeing = [buffer.codec for buffer in buffers if buffer.codec.agrees]
+    for bucket in buckets if outside else ():
+        bucket.codec.forget()
+        bucket.changed()
+        bucket.gathered.current &= bucket.resident
+    agreeing = [bucket.codec for bucket in buckets if bucket.codec.agrees]
     for kind in dict.fromkeys(type(codec) for codec in agreeing):
         kind.agree(agreeing)
-    for buffer in buffers:
-        buffer.publish(overlap=overlap)
-    for buffer in buffers:
-        buffer.published()
+    for bucket in buckets:
+        bucket.publish(overlap=overlap)
+    for bucket in buckets:
+        bucket.published()

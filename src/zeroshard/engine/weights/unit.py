@@ -25,7 +25,7 @@ from ...errors import UserError, nearest
 from ...layout.partition import COMPILED, LARGE, joined, joined_name, plain_name
 from ...layout.partition import matching as names_matching
 from ...policies.layout import Layout
-from .buffer import Buffer
+from .bucket import Bucket
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -64,7 +64,7 @@ class Found(NamedTuple):
 
 @dataclass
 class Unit:
-    """Its modules, their buffers, and how many reasons there are right now to keep it open or gathered."""
+    """Its modules, their buckets, and how many reasons there are right now to keep it open or gathered."""
 
     index: int
     name: str
@@ -72,7 +72,7 @@ class Unit:
     modules: Sequence[nn.Module]
     recomputed: bool = False  # does backward run its module's forward again? (`Layout.recompute`)
     forward: Callable[..., Any] | None = None  # its module's own, where another was put in its place
-    buffers: list[Buffer] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
     borrows: list[Unit] = field(default_factory=list)
     open_calls: int = 0  # forwards of this unit (or a borrower) running now
     pinned: int = 0  # `with zero.gathered()` blocks that hold it
@@ -97,47 +97,47 @@ class Unit:
         self.calls = {module: calls - 1 for module, calls in self.calls.items() if calls > 1}
 
     @property
-    def released(self) -> list[Buffer]:
-        """The buffers that are gathered for use and released after it."""
-        return [buffer for buffer in self.buffers if not buffer.resident]
+    def released(self) -> list[Bucket]:
+        """The buckets that are gathered for use and released after it."""
+        return [bucket for bucket in self.buckets if not bucket.resident]
 
     @property
     def ready(self) -> bool:
-        return all(buffer.ready for buffer in self.buffers)
+        return all(bucket.ready for bucket in self.buckets)
 
     def gather(self, *, wait: bool, ahead: bool = False) -> None:
         with profiled("gather", self.name):
-            for buffer in self.released:
-                work = buffer.gather(ahead=ahead)
+            for bucket in self.released:
+                work = bucket.gather(ahead=ahead)
                 if wait:
                     work.wait()
-                    buffer.users.filled()
+                    bucket.users.filled()
 
     def claim(self) -> None:
         """Count prefetched memory as gathered from now on, because it is used."""
-        for buffer in self.released:
-            buffer.gathered.claim()
+        for bucket in self.released:
+            bucket.gathered.claim()
 
     def land(self) -> None:
-        for buffer in self.buffers:
-            buffer.land()
+        for bucket in self.buckets:
+            bucket.land()
 
     def open(self) -> None:
-        for buffer in self.buffers:
-            buffer.open()
+        for bucket in self.buckets:
+            bucket.open()
 
     def close(self) -> None:
         """Guard again, unless a running forward or a `gathered()` keeps it open."""
         if not (self.open_calls or self.pinned):
-            for buffer in self.released:
-                buffer.close()
+            for bucket in self.released:
+                bucket.close()
 
     def release(self) -> None:
         """Give the memory back if there is no reason left to hold it."""
         if not (self.open_calls or self.pinned or self.touched or self.ahead):
-            for buffer in self.released:
-                buffer.close()
-                buffer.release()
+            for bucket in self.released:
+                bucket.close()
+                bucket.release()
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

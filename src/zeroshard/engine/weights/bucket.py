@@ -22,7 +22,7 @@ from ...device import TO_THE_HOST, given, users
 from ...errors import StateError, UserError
 from ...events import ends
 from ...hooks import features, first
-from ...layout.partition import Bucket, Slot
+from ...layout.partition import BucketPlan, Slot
 from ...layout.shard_dim import Among, Strips
 from ...layout.stage import SAVED, STATES, Degree, Placements
 from ...layout.states import Master, master_of
@@ -38,37 +38,37 @@ from .guard import SavedTensors, unflip
 class Gatherer(Protocol):
     """The part of the engine that gathers a bucket when it is read."""
 
-    def touch(self, buffer: Buffer, position: int) -> None:
+    def touch(self, bucket: Bucket, position: int) -> None:
         """Open a guarded parameter that Python reads, or raise `ReleasedError` if it cannot be gathered."""
 
-    def fetch(self, buffer: Buffer) -> None:
+    def fetch(self, bucket: Bucket) -> None:
         """Gather a bucket of which autograd needs a saved weight."""
 
-    def moved(self, buffer: Buffer) -> None:
+    def moved(self, bucket: Bucket) -> None:
         """Point the optimizers' fragments at the memory in which the bucket's parameters rest now."""
 
 
 class Place:
-    """Attached to every managed parameter as `_zeroshard`: which buffer, which slot, and what a touch does."""
+    """Attached to every managed parameter as `_zeroshard`: which bucket, which slot, and what a touch does."""
 
-    def __init__(self, buffer: Buffer, position: int) -> None:
-        self.buffer = buffer
+    def __init__(self, bucket: Bucket, position: int) -> None:
+        self.bucket = bucket
         self.position = position
         self.apart: Tensor | None = None  # gradients of each source, left by `apart`'s backward until taken
 
     @property
     def name(self) -> str:
-        return self.buffer.bucket.slots[self.position].name
+        return self.bucket.plan.slots[self.position].name
 
     @property
     def view(self) -> Tensor:
         """The parameter's view of the gathered bucket; its shape and strides are right even while released."""
-        return self.buffer.gathered.views[self.position]
+        return self.bucket.gathered.views[self.position]
 
     def touch(self, param: nn.Parameter) -> None:
         """Open the parameter, or raise `ReleasedError` if it cannot be gathered."""
-        self.buffer.reader.touch(self.buffer, self.position)
-        if self.buffer.gathered.state is GatheredState.OPEN:
+        self.bucket.reader.touch(self.bucket, self.position)
+        if self.bucket.gathered.state is GatheredState.OPEN:
             unflip(param)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -80,7 +80,7 @@ class Place:
         )
 
 
-class Buffer:
+class Bucket:
     """The memory of one bucket on one rank.
 
     It has more names than other classes: half of them are facts of one bucket that many files ask for (dtypes, tiers,
@@ -91,7 +91,7 @@ class Buffer:
 
     def __init__(
         self,
-        bucket: Bucket,
+        plan: BucketPlan,
         params: list[nn.Parameter],
         align: int,
         placements: Placements,
@@ -101,7 +101,7 @@ class Buffer:
         tiers: Mapping[str, Tier] | None = None,
         saved: SavedTensors | None = None,
         *,
-        codec: Callable[[Buffer], Plain] = Plain,
+        codec: Callable[[Bucket], Plain] = Plain,
         native: bool = False,
     ) -> None:
         """tiers: the tier of "parameters", "gradients" and "optimizer" (here: the master); by default the device.
@@ -110,18 +110,18 @@ class Buffer:
         codec: makes the codec of the parameters; `Cast` replaces it if only masters rest.
         native: True if the backend adds up gradients itself, in the dtype that is sent.
         """
-        self.bucket, self.params, self.align, self.placements = bucket, params, align, placements
+        self.plan, self.params, self.align, self.placements = plan, params, align, placements
         self.group = group
-        self.team, self.tier = group.team_of(bucket), tier
+        self.team, self.tier = group.team_of(plan), tier
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
         self._saved = saved or SavedTensors()
-        self.formats = precision.formats(bucket)
+        self.formats = precision.formats(plan)
         self.dtype, self.grad_dtype = self.formats.computed, self.formats.gradients
-        precision = precision.of_bucket(bucket)
+        precision = precision.of_bucket(plan)
         self.reduce_dtype = self.grad_dtype if native and not precision.reduce_dtype else precision.reduce(self.dtype)
         self.generation = 0  # of the weights: a saved tensor of an older one must not be used
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
-        self.gathered = Gathered(bucket, params, self.dtype, tier)
+        self.gathered = Gathered(plan, params, self.dtype, tier)
         at = {state: resting.name for state, resting in self.tiers.items()}
         self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
         self.parameters: Flat  # at rest; is `master` itself if only masters rest: `Cast`
@@ -132,7 +132,7 @@ class Buffer:
         self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].on_device
         self._work: list[Work] = []
         self.users = users(tier.device)  # of the gathered copy
-        self.starts = [slot.start for slot in bucket.slots]
+        self.starts = [slot.start for slot in plan.slots]
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -143,24 +143,24 @@ class Buffer:
         that the parameters are views of already, in their own dtype. givers: for each slot, the rank that sends its
         values to all others.
         """
-        bucket = self.bucket
-        source_dtype = self.formats.master if bucket.trainable else self.dtype
+        plan = self.plan
+        source_dtype = self.formats.master if plan.trainable else self.dtype
         if flat is not None and flat.dtype == source_dtype:
             source = flat
         else:
-            source = torch.zeros(bucket.numel, dtype=source_dtype, device=self.tier.device)
-            for param, slot in zip(self.params, bucket.slots, strict=True):
+            source = torch.zeros(plan.numel, dtype=source_dtype, device=self.tier.device)
+            for param, slot in zip(self.params, plan.slots, strict=True):
                 source[slot.start : slot.stop].copy_(param.detach().reshape(-1))
         del flat
-        ledger, staged = self.tier.ledger, bucket.numel * source_dtype.itemsize
+        ledger, staged = self.tier.ledger, plan.numel * source_dtype.itemsize
         ledger.hold("staging", staged)
         if len(set(givers)) == 1:
-            self.group.give_all(source, bucket, givers[0])
+            self.group.give_all(source, plan, givers[0])
         else:  # some were on meta on some ranks, which parameters along an axis never are
-            for slot, giver in zip(bucket.slots, givers, strict=True):
+            for slot, giver in zip(plan.slots, givers, strict=True):
                 self.group.broadcast(source[slot.start : slot.stop], giver)
         if not self.resident:
-            if not (bucket.trainable and self.masters is Master.ALONE):
+            if not (plan.trainable and self.masters is Master.ALONE):
                 self.parameters = self.reserve("parameters", self.formats.parameters, self.placements.parameters)
                 with self.parameters.here(fresh=True) as resting:
                     self.codec.encode(resting, source)
@@ -169,18 +169,18 @@ class Buffer:
                 ledger.rename("staging", "gather", staged)
                 full, staged = source, 0
             else:
-                ledger.hold("gather", bucket.numel * self.dtype.itemsize)
+                ledger.hold("gather", plan.numel * self.dtype.itemsize)
                 full = source.to(self.dtype)
         else:
             self.parameters = self.reserve("parameters", self.dtype, self.placements.parameters)
             full = self.parameters.tensor.copy_(source)
-        if bucket.trainable and self.masters is not Master.NONE:
+        if plan.trainable and self.masters is not Master.NONE:
             self._make_master(source[slice(*self.updated)])
         del source
         ledger.hold("staging", -staged)
         self.gathered.place(full)
         del full
-        if bucket.trainable:
+        if plan.trainable:
             self.reserve_gradients()
         if not self.resident:
             self.gathered.note_holders()
@@ -189,13 +189,13 @@ class Buffer:
 
     def reserve(self, state: str, dtype: torch.dtype, degree: Degree) -> Flat:
         tier = self.tiers.get(state, self.tiers["optimizer"])
-        return Flat.reserve(state, self.bucket, self.group, tier, dtype, degree)
+        return Flat.reserve(state, self.plan, self.group, tier, dtype, degree)
 
     def _make_master(self, values: Tensor) -> None:
         degree = self.placements.optimizer
         if (found := first(each.masters(self, values) for each in features())) is not None:
             self.codec, rest = found
-            self.master = Flat(self.bucket, self.group, rest, self.formats.master, degree, "master")
+            self.master = Flat(self.plan, self.group, rest, self.formats.master, degree, "master")
             self.edits.mark_followed()
             return
         self.master = self.reserve("master", self.formats.master, degree)
@@ -237,7 +237,7 @@ class Buffer:
     @property
     def owned(self) -> tuple[int, int]:
         """Bucket elements [first, last) whose averaged gradient this rank has at every stage: its shard, or a part."""
-        return self.bucket.held(self.team.seat, self.placements.owned)
+        return self.plan.held(self.team.seat, self.placements.owned)
 
     def among(self, slot: Slot) -> Among:
         """Return where this team's part of a slot lies in the whole tensor; other teams may hold other parts."""
@@ -247,17 +247,17 @@ class Buffer:
     @property
     def rests(self) -> tuple[int, int]:
         """Bucket elements of the parameters that rest on this rank."""
-        return self.bucket.held(self.team.seat, self.placements.parameters)
+        return self.plan.held(self.team.seat, self.placements.parameters)
 
     @property
     def saves(self) -> tuple[int, int]:
         """Bucket elements that this rank writes to a checkpoint: every element is written by one rank."""
-        return self.bucket.held(self.team.seat, SAVED)
+        return self.plan.held(self.team.seat, SAVED)
 
     @property
     def updated(self) -> tuple[int, int]:
         """Bucket elements that this rank's optimizer updates: its shard, or everything if state is replicated."""
-        return self.bucket.held(self.team.seat, self.placements.optimizer)
+        return self.plan.held(self.team.seat, self.placements.optimizer)
 
     @property
     def updating(self) -> Flat:
@@ -381,7 +381,7 @@ class Buffer:
         with self.users.end():
             self.gathered.give_back_memory()
         nbytes = self.gathered.nbytes
-        ends(self.tier.ledger.note("release", state="parameters", bucket=self.bucket.index, logical=nbytes))
+        ends(self.tier.ledger.note("release", state="parameters", bucket=self.plan.index, logical=nbytes))
         return True
 
     # --- replaced by the user -----------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class Buffer:
             self._move_resident(replaced)
         else:
             name = self.gathered.counted
-            full = self.tier.reserve(name, self.bucket.numel, self.dtype, zeroed=False)
+            full = self.tier.reserve(name, self.plan.numel, self.dtype, zeroed=False)
             self._saved.forget(self)
             self.tier.leave(name, self.full)
             follow = self.gathered.move(full, replaced)
@@ -411,10 +411,10 @@ class Buffer:
         if tier is not self.tier:
             raise UserError(
                 "a parameter's data was replaced, and the program keeps the memory that it had, which ranks share",
-                where=f"parameter {self.bucket.slots[replaced[0]].name!r}, rank {self.group.rank}",
+                where=f"parameter {self.plan.slots[replaced[0]].name!r}, rank {self.group.rank}",
                 instead="keep param.data.clone() before param.data = ...",
             )
-        rest = tier.rest("parameters", self.bucket.index, self.bucket.numel, self.dtype)
+        rest = tier.rest("parameters", self.plan.index, self.plan.numel, self.dtype)
         self.tier.leave("parameters", self.full)
         follow = self.gathered.move(rest.tensor, replaced)
         self.parameters.rest = rest

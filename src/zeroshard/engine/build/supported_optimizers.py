@@ -27,7 +27,7 @@ from ..step.guarded_state import inside
 from ..step.optim import Binding
 from ..weights.bucket import Bucket
 from ..weights.unit import Managed, named_tensors
-from .unsaved import check_kept, check_states
+from .optimizer_trial import check_kept, check_states
 
 ELEMENTWISE = {"SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop"}
 WHOLE_TENSORS = {"Adafactor", "Muon"}

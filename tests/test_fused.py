@@ -27,7 +27,7 @@ from emulated import compiler
 from emulated.device import device
 from zeroshard import Comm, Precision, nvrtc
 from zeroshard import device as devices
-from zeroshard.arithmetic import stand_ins
+from zeroshard.arithmetic import kernel_dispatch
 from zeroshard.kernels import fused
 
 needs_compiler = pytest.mark.skipif(
@@ -217,7 +217,7 @@ def ready(compiles, asked):
         zeroshard.shard(model, torch.optim.AdamW(model.parameters()), stage=2)
     except zeroshard.Error as error:
         said.append(str(error))
-    return said, sorted(name for name, _ in stand_ins.stand_ins)
+    return said, sorted(name for name, _ in kernel_dispatch.stand_ins)
 
 
 def test_kernels_are_off_unless_they_are_asked_for():
@@ -364,7 +364,7 @@ def simulated():
         with FakeTensorMode() if without else contextlib.nullcontext():
             model = nn.Linear(8, 8, device="emu")
             zeroshard.shard(model, torch.optim.SGD(model.parameters()), stage=2)
-        found.append(len(stand_ins.stand_ins))
+        found.append(len(kernel_dispatch.stand_ins))
     return found
 
 

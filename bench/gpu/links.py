@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard import device
-from zeroshard.arithmetic import exact_norms, stand_ins, sums
+from zeroshard.arithmetic import exact_norms, kernel_dispatch, sums
 from zeroshard.kernels import fused
 from zeroshard.planner.machines import MACHINES, machine
 
@@ -101,7 +101,7 @@ def own_kernels(kind: str, sizes: list[int]) -> dict[str, Any]:
     """Seconds of the same where `ZEROSHARD_KERNELS=1` has replaced torch's operations."""
     compiler_of(kind)
     place = torch.empty(0, device=kind).device
-    stand_ins.stand_ins |= {(name, place): call for name, call in fused.build(place).stand_ins.items()}
+    kernel_dispatch.stand_ins |= {(name, place): call for name, call in fused.build(place).stand_ins.items()}
     return kernels(kind, sizes)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import ask, blank, chunk
-from .stand_ins import twin
+from .kernel_dispatch import twin
 from .sums import average_
 
 _BINS = {torch.float32: 32, torch.float64: 264}  # of eight exponents each; then one for inf, one for NaN

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..device import ask, chunk, divisor
 from ..layout.partition import BLOCK, BucketPlan
-from .stand_ins import twin
+from .kernel_dispatch import twin
 from .sums import simulated
 
 BYTE = torch.uint8

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..device import ask, chunk
-from .stand_ins import twin
+from .kernel_dispatch import twin
 from .sums import simulated
 
 _SPREAD, _EACH, _GATHER = 0x0101010101010101, 0x8040201008040201 - (1 << 64), 0x0102040810204080  # of eight bits

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..device import blank, chunk, divisor, equal
-from .stand_ins import twin
+from .kernel_dispatch import twin
 
 LOW = (torch.bfloat16, torch.float16)
 

@@ -1,7 +1,7 @@
 """Kernels that do a sum, a norm or a format in one or two launches instead of many of torch's operations.
 
 Their source is `fused.cu`; features have sources of their own. A kernel replaces its twin
-(`arithmetic/stand_ins.py`) only on a device on which both gave the same bits, for numbers of all magnitudes,
+(`arithmetic/kernel_dispatch.py`) only on a device on which both gave the same bits, for numbers of all magnitudes,
 subnormals, infinities and NaN. Kernels are compiled and compared when the first model is sharded, before messages are
 under way. One that differs is not used, and the log says so.
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic.exact_norms import BlockMap, add_to_bins, block_sums, empty_bins
-from ..arithmetic.stand_ins import DECLINED, stand_ins
+from ..arithmetic.kernel_dispatch import DECLINED, stand_ins
 from ..arithmetic.sums import fold, running_dtype, same_bits, simulated
 from ..device import Launcher, architecture, asynchronous, blank, chunk, compiled
 from ..errors import UserError

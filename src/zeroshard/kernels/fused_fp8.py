@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import fp8
-from ..arithmetic.stand_ins import DECLINED
+from ..arithmetic.kernel_dispatch import DECLINED
 from ..device import chunk
 from .fusion import LIMIT, READ, WARP, WORDS, Case, Function, Kernels, numbers
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import int8
-from ..arithmetic.stand_ins import DECLINED
+from ..arithmetic.kernel_dispatch import DECLINED
 from ..layout.partition import BLOCK
 from .fusion import COUNT, STARTS, WARP, WORDS, Case, Function, Kernels, fold_cases, fold_line, fold_name, numbers
 

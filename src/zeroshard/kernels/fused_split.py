@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arithmetic.kernel_dispatch import DECLINED
 from ..arithmetic.split_bits import join_, split_
-from ..arithmetic.stand_ins import DECLINED
 from .fusion import COUNT, Case, Function, Kernels, numbers
 
 

@@ -43,7 +43,7 @@ from zeroshard.engine.gradients.sums import Sent
 from zeroshard.engine.weights.script import Script
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
-from zeroshard.features.relay import Relay
+from zeroshard.features.replica_chain import Relay
 from zeroshard.hooks import features, first
 from zeroshard.layout.partition import Spec, partition
 from zeroshard.layout.stage import seat

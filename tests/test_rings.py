@@ -21,7 +21,7 @@ PACKAGE = Path(zeroshard.__file__).parent
 HERE = Path(__file__).parent
 BESIDE = {
     "features.int8_gradients": ["arithmetic/int8.py"],
-    "features.relay": ["comm/replicate_axis.py"],
+    "features.replica_chain": ["comm/replicate_axis.py"],
     "features.automatic": ["planner/choosing.py"],
 }  # files that are a feature's too; the planner counts by arithmetic/fp8.py
 # Steps at all stages, gradients, norms, construction and checkpoints.
@@ -29,7 +29,7 @@ WITHOUT = [
     "test_bits.py", "test_gradients.py", "test_clipping.py", "test_construct.py", "test_checkpoint.py", "test_precision.py",
 ]  # fmt: skip
 # Beside a feature that another one might be taken for: tensor parallelism has replicas of what is not cut.
-ALSO = {"features.relay": ["test_tensor_parallel.py"]}
+ALSO = {"features.replica_chain": ["test_tensor_parallel.py"]}
 ASKING = {"features.nonfinite": 1, "features.nvme": 1}  # of these tests ask for it, and `without.py` skips them
 # The arguments of `shard` that ask for it.
 ASKS = {
@@ -40,7 +40,7 @@ ASKS = {
     "features.fp8_parameters": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, fp8=True)",
     "features.split_master": "precision=zeroshard.Precision(param_dtype=torch.bfloat16, split_master=True)",
     "features.int8_gradients": 'comm=zeroshard.Comm(reduce="int8")',
-    "features.relay": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
+    "features.replica_chain": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
     "features.two_level": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "features.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
     "features.automatic": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
@@ -70,7 +70,8 @@ def test_every_feature_that_settings_can_ask_for_has_a_program_here():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "features.relay" else pytest.param(name, marks=pytest.mark.full) for name in hooks.FILES]
+    "name",
+    [name if name == "features.replica_chain" else pytest.param(name, marks=pytest.mark.full) for name in hooks.FILES],
 )
 def test_a_build_without_a_feature_refuses_what_asks_for_it(name, tmp_path):
     """Before anything is built. What does not ask for it trains."""

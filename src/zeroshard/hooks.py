@@ -79,7 +79,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.fp8_parameters": ("Precision(fp8=...)", lambda s: s.fp8),
     "features.split_master": ("Precision(split_master=True)", lambda s: s.split_master),
     "features.int8_gradients": ('Comm(reduce="int8")', lambda s: s.reduce == "int8"),
-    "features.relay": ("Comm(replicas=...)", lambda s: s.summed > 1),
+    "features.replica_chain": ("Comm(replicas=...)", lambda s: s.summed > 1),
     "features.two_level": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "features.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "features.automatic": ('Offload("auto")', lambda s: s.automatic),

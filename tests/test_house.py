@@ -43,7 +43,7 @@ PUBLIC = [
     "world",
 ]
 TESTING = ["Recorded", "assert_same_bits"]  # of zeroshard.testing
-OUTSIDE = {"api.py": {"integrations", "explain"}, "features/automatic.py": {"planner"}}
+OUTSIDE = {"api.py": {"integrations", "explain"}, "features/automatic_offload.py": {"planner"}}
 
 
 def script(name):

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 BESIDE = {
     "features.int8_gradients": ["arithmetic/int8.py"],
     "features.replica_chain": ["comm/replicate_axis.py"],
-    "features.automatic": ["planner/choosing.py"],
+    "features.automatic_offload": ["planner/choosing.py"],
 }  # files that are a feature's too; the planner counts by arithmetic/fp8.py
 # Steps at all stages, gradients, norms, construction and checkpoints.
 WITHOUT = [
@@ -43,7 +43,7 @@ ASKS = {
     "features.replica_chain": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
     "features.two_level": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "features.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
-    "features.automatic": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
+    "features.automatic_offload": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
     "features.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
     "features.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',
     "features.per_source_gradients": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',

@@ -82,7 +82,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.replica_chain": ("Comm(replicas=...)", lambda s: s.summed > 1),
     "features.two_level": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "features.nvme": ("Offload(...) to nvme", lambda s: s.files),
-    "features.automatic": ('Offload("auto")', lambda s: s.automatic),
+    "features.automatic_offload": ('Offload("auto")', lambda s: s.automatic),
     "features.once": ("Offload(parameters='shared')", lambda s: s.once),
     "features.experts": ("Layout(along=...)", lambda s: s.along),
     "features.muon_tensor_parallel": ("", lambda s: False),

@@ -40,7 +40,7 @@ from zeroshard.comm import host_peers
 from zeroshard.comm.collectives import Link
 from zeroshard.comm.host_peers import Neighbours
 from zeroshard.comm.shared_memory import Flight, Host
-from zeroshard.features.once import Pages
+from zeroshard.features.shared_parameters import Pages
 
 STEPS, MICRO, EVERY = 12, 2, 2  # of a run; micro-batches of a step on each rank; steps between two checkpoints
 SILENT, STOPPED = 60.0, 3.0  # seconds that a rank may be silent; where one of them is to be

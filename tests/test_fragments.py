@@ -16,7 +16,7 @@ import zeroshard
 from zeroshard import Comm, Offload, Precision
 from zeroshard.comm import shared_memory
 from zeroshard.errors import PeerError, StateError
-from zeroshard.features import once
+from zeroshard.features import shared_parameters
 
 
 class Averaging(torch.optim.Optimizer):
@@ -170,7 +170,7 @@ def late(function, draw):
 def looped_late(seed, *args, **options):
     """`looped`, where this rank is drawn to be late whenever it shares something, hears of it, or drops pages of its own."""
     draw = random.Random(seed + rank_processes.rank())
-    places = [(shared_memory.Flight, "post"), (shared_memory.Flight, "copy"), (once.Pages, "forget")]
+    places = [(shared_memory.Flight, "post"), (shared_memory.Flight, "copy"), (shared_parameters.Pages, "forget")]
     before = [(owner, name, getattr(owner, name)) for owner, name in places]
     try:
         for owner, name, function in before:

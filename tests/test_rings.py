@@ -44,7 +44,7 @@ ASKS = {
     "features.two_level": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "features.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
     "features.automatic_offload": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
-    "features.once": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
+    "features.shared_parameters": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
     "features.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',
     "features.per_source_gradients": 'layout=zeroshard.Layout(along={"*": "ep"}, apart=True)',
     "features.optimizer_in_backward": "optimizer_in_backward=True",

@@ -32,8 +32,8 @@ from zeroshard import Comm, Offload, Precision
 from zeroshard.comm import host_peers, shared_memory
 from zeroshard.comm.host_peers import POSTED, READ, Notice
 from zeroshard.errors import PeerError, StateError, UserError
-from zeroshard.features import once
-from zeroshard.features.once import OneCopy
+from zeroshard.features import shared_parameters
+from zeroshard.features.shared_parameters import OneCopy
 from zeroshard.policies import comm
 
 SHARED = Comm(transport="shared")
@@ -222,9 +222,9 @@ def inside(zero, model, write_from):
 
 def edited(stage, how, offload, skip=False, dtype=None):
     """Weights after steps between which somebody writes into them; and the private pages that are left of each copy."""
-    forget = once.Pages.forget
+    forget = shared_parameters.Pages.forget
     if skip:
-        once.Pages.forget = lambda copy: None
+        shared_parameters.Pages.forget = lambda copy: None
     try:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
@@ -248,7 +248,7 @@ def edited(stage, how, offload, skip=False, dtype=None):
             numel = sum(bucket.numel for bucket in zero.partition.buckets)
             return reference.weights(model), left, held, (sent.sent_and_received, sent.shared), numel
     finally:
-        once.Pages.forget = forget
+        shared_parameters.Pages.forget = forget
 
 
 @pytest.mark.row(103)

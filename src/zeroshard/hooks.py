@@ -83,7 +83,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.two_level": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "features.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "features.automatic_offload": ('Offload("auto")', lambda s: s.automatic),
-    "features.once": ("Offload(parameters='shared')", lambda s: s.once),
+    "features.shared_parameters": ("Offload(parameters='shared')", lambda s: s.once),
     "features.experts": ("Layout(along=...)", lambda s: s.along),
     "features.muon_tensor_parallel": ("", lambda s: False),
     "features.per_source_gradients": ("Layout(apart=True)", lambda s: s.apart),

@@ -99,7 +99,7 @@ class Pages:
                 raise OSError(ctypes.get_errno(), "private pages of shared parameters could not be given back")
 
 
-class OnceTier(Tier):
+class SharedTier(Tier):
     """Memory that all ranks of a team read, and of which each owner writes its shard."""
 
     name = SHARED
@@ -119,7 +119,7 @@ class OnceTier(Tier):
         return rest
 
 
-class OnceFeature(Feature):
+class SharedParametersFeature(Feature):
     name = "one copy per host"
     page = "offload.md"
 
@@ -137,8 +137,8 @@ class OnceFeature(Feature):
                 instead="Offload()",
             )
 
-    def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> OnceTier | None:
-        return OnceTier(assembly.group.team, assembly.group.ledger) if name == SHARED else None
+    def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> SharedTier | None:
+        return SharedTier(assembly.group.team, assembly.group.ledger) if name == SHARED else None
 
 
-FEATURE = OnceFeature()
+FEATURE = SharedParametersFeature()

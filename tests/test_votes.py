@@ -16,7 +16,7 @@ import world
 import zeroshard
 from zeroshard import Comm, Precision
 from zeroshard.comm import collectives
-from zeroshard.comm.left import LOOKS, Left, next_looked_at
+from zeroshard.comm.departed import LOOKS, Departed, next_looked_at
 from zeroshard.errors import PeerError
 
 STEPS = 4
@@ -481,15 +481,15 @@ def test_an_exception_that_all_ranks_raise_stays_each_ranks_own(ranks, where, st
 
 
 def test_what_a_rank_has_left_keeps_it_from_what_it_has_not_launched():
-    forward, votes = Left(forward="forward 3 raised", counts=[5, 7]), Left(stands_in="it votes", counts=[5, 7])
-    is_open = Left(open="an exception ended backward 3", counts=[5, 7])
+    forward, votes = Departed(forward="forward 3 raised", counts=[5, 7]), Departed(stands_in="it votes", counts=[5, 7])
+    is_open = Departed(open="an exception ended backward 3", counts=[5, 7])
     assert is_open.keeps(0, 6, backward=False) == "an exception ended backward 3"
     assert is_open.keeps(0, 5, backward=True) == is_open.keeps(1, 7, backward=True) == ""
     assert is_open.keeps(2, 1, backward=False) != ""  # a stream that it has not made yet
     assert forward.keeps(1, 8, backward=False) == "" and forward.keeps(1, 8, backward=True) == "forward 3 raised"
     assert votes.keeps(1, 8, backward=False) == "it votes" and votes.keeps(1, 7, backward=True) == ""
-    assert Left(forward="f", stands_in="v").keeps(0, 1, backward=False) == "f, and v"
-    assert Left(counts=[5, 7]).keeps(1, 8, backward=True) == ""
+    assert Departed(forward="f", stands_in="v").keeps(0, 1, backward=False) == "f, and v"
+    assert Departed(counts=[5, 7]).keeps(1, 8, backward=True) == ""
 
 
 @pytest.mark.parametrize("number", [2, 3, LOOKS, LOOKS + 1, LOOKS + 2, 1000])

@@ -6,7 +6,7 @@ handles signals.
 
 If an interrupt takes a rank out of work in which others wait for it, the rank calls all of them to a levelling before
 it does anything else: see `launch_log.py`. If its program does something else first, the others look for that rank:
-see `left.py`.
+see `departed.py`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch import Tensor
 from ..errors import PeerError, StateError
 from ..events import Ledger
 from .agreement import Progress, refuse_forked
+from .departed import LOOKS, WAITS, next_looked_at
 from .ending import BY_ITSELF, Ending
 from .frames import Call
 from .groups import Groups, launches
 from .launch_log import Launch, Stream, prune
-from .left import LOOKS, WAITS, next_looked_at
 from .shared_memory import SharedStream, join_launched
 from .watch import ENDED, GONE, PATIENCE
 

@@ -34,11 +34,11 @@ from ..layout.stage import Seat
 from ..policies.comm import Comm, Transport, mesh_told
 from .abort import AtOnce, prepare
 from .agreement import lines
+from .departed import WAITS, Departed
 from .ending import BY_ITSELF, Ending
 from .frames import Call
 from .launch_log import Stream
 from .launcher import could_not_meet, find_master
-from .left import WAITS, Left
 from .shared_memory import SharedStream, cannot_share, share
 from .watch import ENDED, GONE, PATIENCE, Attended, Watch, attend, cannot_come, come_together, host_towards, still_waits
 
@@ -162,8 +162,8 @@ def _ignore(number: int) -> None:
     pass
 
 
-def _left_nothing(rank: int, launched: Mapping[str, int]) -> Left:
-    return Left()
+def _left_nothing(rank: int, launched: Mapping[str, int]) -> Departed:
+    return Departed()
 
 
 def members_of(group: Any) -> list[int]:
@@ -568,14 +568,14 @@ class Groups:
         speaker = None if self.speaker is None else self.speaker()
         return _nothing() if speaker is None else speaker.about()
 
-    def _left(self, rank: int, launched: Mapping[str, int]) -> Left:
+    def _left(self, rank: int, launched: Mapping[str, int]) -> Departed:
         """Return what this rank has left. rank: the one that asks, by its number in the program. launched: how many
         collectives that rank has launched in each group. Called on the watch's thread."""
         models = [each for each in (reference() for reference in self.engines.valuerefs()) if each is not None]
         found = next((words for words in (each.left_open() for each in models) if words), "")
         forward = next((each.progress.left for each in models if each.progress.left), "")
         # Read the counts last: if something was left above and is not levelled, nothing was launched since.
-        return Left(
+        return Departed(
             found, stands_in(self._thread, rank, launched), forward, [stream.count for stream in self.levelling]
         )
 

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from ..errors import PeerError
 from ..finalizers import at_end_of
-from .left import Left
+from .departed import Departed
 
 log = logging.getLogger("zeroshard")
 
@@ -60,7 +60,7 @@ class Answer(NamedTuple):
     waits: bool = False  # for other ranks, in a collective
     failed: bool = False  # one of its collectives did not complete either
     posted: str = ""  # its posting for the levelling that it was asked about
-    left: Left | None = None  # what it has left, if it was looked at
+    left: Departed | None = None  # what it has left, if it was looked at
     launched: tuple[int, ...] = ()  # how many collectives it has launched, by stream: see `Groups.launched`
     sums: int = 0  # that it has begun in the backward that is running
     parted: str = ""  # the last backward in which it has learnt that the ranks differ
@@ -81,7 +81,7 @@ class Watch:
         # By levelling, the ranks that others have stopped waiting for, and why: all ranks come to that levelling.
         self.left: dict[int, dict[int, str]] = {}
         # Called on that thread too, when a rank looks at this one, with that rank's number and launches in each group.
-        self.looked_at: Callable[[int, Mapping[str, int]], Left] = lambda rank, launched: Left()
+        self.looked_at: Callable[[int, Mapping[str, int]], Departed] = lambda rank, launched: Departed()
         self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
@@ -102,7 +102,7 @@ class Watch:
         """Say to every peer which ranks will not come any more, and why."""
         self._send({"alarm": culprits})
 
-    def look(self, ranks: Iterable[int], own: int, launched: Mapping[str, int]) -> dict[int, Left]:
+    def look(self, ranks: Iterable[int], own: int, launched: Mapping[str, int]) -> dict[int, Departed]:
         """Return what ranks have left, of those that answer.
 
         own: this rank's number in the program. launched: its collectives so far, by the program's groups.
@@ -409,7 +409,7 @@ def _understood(line: bytes) -> Answer:
         return Answer(GONE)  # it ended between the question and the answer
     with suppress(ValueError, TypeError, KeyError):
         told = json.loads(line)
-        left = Left(*told["left"]) if "left" in told else None
+        left = Departed(*told["left"]) if "left" in told else None
         said = str(told["doing"]), bool(told["waits"]), bool(told["failed"]), str(told.get("posted", ""))
         launched = tuple(int(each) for each in told.get("launched", ()))
         return Answer("", *said, left, launched, int(told.get("sums", 0)), str(told.get("parted", "")))

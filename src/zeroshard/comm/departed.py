@@ -1,4 +1,4 @@
-"""`Left`: what a rank has left, so that whoever waits for it knows that it will not come.
+"""`Departed`: what a rank has left, so that whoever waits for it knows that it will not come.
 
 Suppose an exception takes one rank out of a forward, a backward or a step. The program catches it there, and then meets
 the other ranks by a collective of its own: a vote before it tries again. The others wait for that rank in the engine,
@@ -23,7 +23,7 @@ WAITS = "its program waits for "  # how the words begin for a rank that stands i
 LOOKS = 16  # ranks that a waiting rank looks at, at a time: it tells all the others what it finds
 
 
-class Left(NamedTuple):
+class Departed(NamedTuple):
     """What a rank has left, in words for the others' errors; the words are "" for nothing."""
 
     open: str = ""

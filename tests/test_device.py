@@ -40,7 +40,7 @@ from zeroshard.engine.build import preflight
 from zeroshard.engine.gradients.contribution import ContributionState
 from zeroshard.engine.gradients.gradient import Gradients
 from zeroshard.engine.gradients.sums import Sent
-from zeroshard.engine.weights.script import Script
+from zeroshard.engine.weights.gather_order import GatherOrder
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.features.replica_chain import Relay
@@ -683,12 +683,12 @@ def interrupted_between_two_gathers(seed):
         layout=Layout(units=["0", "1", "2"]),
     )
     zero._engine.group.team.queued = True  # so data is gathered as NCCL does it, and waited for by nobody
-    launch, losses, optimizer = Script._launch_next, [], zero._engine.bindings[0].optimizer
+    launch, losses, optimizer = GatherOrder._launch_next, [], zero._engine.bindings[0].optimizer
 
-    def interrupted(script, wanted=None):
-        if script._at == 1 and ranks.rank() == 1:
+    def interrupted(order, wanted=None):
+        if order._at == 1 and ranks.rank() == 1:
             raise Interrupt
-        launch(script, wanted)
+        launch(order, wanted)
 
     def stopped(module, args):
         if ranks.rank() == 0:
@@ -696,10 +696,10 @@ def interrupted_between_two_gathers(seed):
 
     for step in range(3):
         if step == 1:
-            Script._launch_next, hook = interrupted, model[0].register_forward_pre_hook(stopped)
+            GatherOrder._launch_next, hook = interrupted, model[0].register_forward_pre_hook(stopped)
             with pytest.raises(Interrupt):
                 model(torch.ones(2, 6))
-            Script._launch_next = launch
+            GatherOrder._launch_next = launch
             hook.remove()
         loss = model(torch.ones(2, 6)).square().sum()
         loss.backward()

@@ -52,13 +52,13 @@ BUGS = (
         "key=lambda index: (not self.contributions[index].received, -index))",
     ),
     Bug(
-        "units that ranks name in one round are gathered beginning with the own", "engine/weights/script.py",
+        "units that ranks name in one round are gathered beginning with the own", "engine/weights/gather_order.py",
         "            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))\n",
         "            votes = votes[self.group.rank % len(votes) :] + votes[: self.group.rank % len(votes)]\n"
         "            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))\n",
     ),
     Bug(
-        "what this rank did not use is left out of the script, though others used it", "engine/weights/script.py",
+        "what this rank did not use is left out of the sequence, though others used it", "engine/weights/gather_order.py",
         "        used = self.group.flags(bytes(self._used))\n",
         "        used = bytes(self._used)\n",
     ),

@@ -85,7 +85,7 @@ class Progress:
     """The progress of one rank, which it tells the others if something is wrong."""
 
     steps: int = 0  # that optimizers have completed
-    turn: tuple[int, int] = (0, 0)  # in the script of gathers: (launched, of how many)
+    turn: tuple[int, int] = (0, 0)  # in the order of gathers: (launched, of how many)
     trouble: str = ""  # an exception that this rank alone may have had
     left: str = ""  # that exception, once it has ended a forward, which all ranks then ended together
     units: list[str] = dataclasses.field(default_factory=list)  # by bucket, the unit's name

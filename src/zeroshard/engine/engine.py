@@ -406,7 +406,7 @@ class Engine:
                             self._leave_gathered(units, write_from)
         finally:
             self.ledger.end("gather")
-            if not self.schedule.script.active:
+            if not self.schedule.gather_order.active:
                 for unit in units:
                     unit.release()
 
@@ -446,7 +446,7 @@ class Engine:
 
     def meet_for_checkpoint(self, what: str, *, weights: bool = True) -> None:
         self.schedule.recover()
-        if backward_is_running() or self.schedule.script.active or any(unit.pinned for unit in self.units):
+        if backward_is_running() or self.schedule.gather_order.active or any(unit.pinned for unit in self.units):
             instead = "after step; in place of a signal's handler, zero.save_on(signal.SIGUSR1, path=...)"
             raise StateError(f"{what} inside forward, backward or gathered()", instead=instead)
         for each in self.reduction.subscribers:

@@ -20,8 +20,8 @@ from torch.autograd import Variable
 from ...comm.frames import Call
 from ...errors import StateError
 from ...events import Event, ends
+from ..weights.gather_order import GatherOrder
 from ..weights.guard import weak
-from ..weights.script import Script
 from ..weights.tracing import backward_is_compiled
 from ..weights.transaction import Transaction
 from ..weights.unit import Unit
@@ -42,7 +42,7 @@ class Backward(Transaction):
         units: list[Unit],
         gradients: Gradients,
         reduction: Reduction,
-        script: Script,
+        gather_order: GatherOrder,
         meet: Callable[..., None],
         *,
         releases: bool,
@@ -55,7 +55,7 @@ class Backward(Transaction):
         self.ledger = gradients.group.ledger
         self.local = False  # inside no_sync()
         self.was_local = False  # has a backward run under no_sync() since weights were loaded?
-        self._script = script
+        self._gather_order = gather_order
         self._meet = meet
         self._releases = releases
         self._task: int | None = None  # autograd's graph task of this backward
@@ -132,9 +132,9 @@ class Backward(Transaction):
             self._task = torch._C._current_graph_task_id()
             self.reduction.begin(kept, local=self.local)
             self.was_local |= self.local
-        self._own_segment = self._releases and not self._script.active
+        self._own_segment = self._releases and not self._gather_order.active
         if self._own_segment:
-            self._script.begin(("backward", 0))
+            self._gather_order.begin(("backward", 0))
         self.ledger.begin("backward")
         self._queue_end(weak(self._end))
 
@@ -200,7 +200,7 @@ class Backward(Transaction):
         received = self.reduction.received()
         usual = received.count(1) == len(received)
         if self._own_segment:
-            usual = self._script.finish(usual=usual)
+            usual = self._gather_order.finish(usual=usual)
         else:
             usual = all(told for (told,) in self.group.poll("end of backward", self.group.numbers["backward"], usual))
         self._work_on(None)

@@ -33,9 +33,9 @@ from ..gradients.gradient import Gradients
 from ..gradients.reduction import Reduction
 from ..weights.bucket import Bucket
 from ..weights.forward import Forward, Frame
+from ..weights.gather_order import GatherOrder
 from ..weights.guard import SavedTensors, not_given, weak
 from ..weights.modes import outside, refuse_inside
-from ..weights.script import Script
 from ..weights.tracing import end_graph, untraced
 from ..weights.transaction import Transaction
 from ..weights.unit import Unit, profiled
@@ -100,10 +100,10 @@ class Schedule:
         self.group = group = gradients.group
         self.ledger = group.ledger
         self.settings = settings
-        self.script = Script(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
+        self.gather_order = GatherOrder(units, group, prefetch=settings.prefetch, overlap=settings.overlap)
         self.saved = saved
         self.releases = self.saves = any(unit.released for unit in units)  # saves: do hooks keep what autograd saves?
-        self.backward = Backward(units, gradients, reduction, self.script, self.meet, releases=self.releases)
+        self.backward = Backward(units, gradients, reduction, self.gather_order, self.meet, releases=self.releases)
         self._cast_to = precision.param_dtype
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
         self.forward = Forward(units, saved, self.ledger, releases=settings.release_after_forward)
@@ -240,7 +240,7 @@ class Schedule:
             self.ledger.end("forward")
             raise
         if self.releases and self.forward.alone is None:
-            self.script.begin((self.forward.kind, unit.index))
+            self.gather_order.begin((self.forward.kind, unit.index))
 
     def _meet_for_forward(self, unit: Unit, training: bool) -> None:
         alike, words = self.watcher.alike(training)
@@ -260,8 +260,8 @@ class Schedule:
                 self._meet_for_forward(begun, False)
                 self.watcher.before_forward(False, compared=True)
                 self.flush_pinned()
-                self.script.begin((self.forward.kind, begun.index))
-        self.script.demand(unit)
+                self.gather_order.begin((self.forward.kind, begun.index))
+        self.gather_order.demand(unit)
 
     def _end_forward(self, output: Any) -> None:
         try:
@@ -276,8 +276,8 @@ class Schedule:
             forward = f"forward {self.group.numbers['forward']}"
             self.group.progress.trouble = f"{forward} raised {type(error).__name__}: {error}"
         # After an error that all ranks raise, or an interrupt, this would only wait again: the next verb recovers.
-        if self.script.active and not (getattr(error, "agreed", False) or self.group.interrupted):
-            self.script.finish()
+        if self.gather_order.active and not (getattr(error, "agreed", False) or self.group.interrupted):
+            self.gather_order.finish()
         backwards = self.group.numbers["backward"]
         if raised and self.forward.whole != backwards:  # else an earlier forward may still have its backward
             self.group.progress.left = self.group.progress.trouble
@@ -368,13 +368,13 @@ class Schedule:
         self.backward.needs(unit)
         if bucket.ready and not unit.ahead:
             return
-        if not self.script.active:
+        if not self.gather_order.active:
             raise StateError(
                 "a saved weight was read outside forward and backward",
                 where=f"parameter {bucket.plan.slots[0].name!r}",
                 instead="with zero.gathered(): ...   (on every rank)",
             )
-        self.script.demand(unit)
+        self.gather_order.demand(unit)
 
     # --- an exception -----------------------------------------------------------------------------------------------
 
@@ -391,7 +391,7 @@ class Schedule:
         self.watcher.notice(replaced=True)  # before anything is released: that would undo writes
         if self.forward.begun and not self.forward.running():
             self.forward.abandon()  # an interrupt went past every hook
-        segment = self.script.active and not (self.forward.begun or self.backward.begun)
+        segment = self.gather_order.active and not (self.forward.begun or self.backward.begun)
         left = any(each.begun and not each.running() for each in self.transactions)
         if self.group.interrupted or segment or left:
             self.group.level(self._trouble())
@@ -437,7 +437,7 @@ class Schedule:
         return found[0].codec.recovery_copy() if found else None
 
     def levelled(self, drop: bool) -> None:
-        self.script.forget()
+        self.gather_order.forget()
         for unit in self.units:
             for bucket in unit.buckets:  # do not use gathered weights again: a rank that stood in may have sent some
                 bucket.gathered.current &= bucket.resident
@@ -485,8 +485,8 @@ class Schedule:
         try:
             with self.group.as_one():
                 for unit in units:
-                    if self.script.active:
-                        self.script.demand(unit)
+                    if self.gather_order.active:
+                        self.gather_order.demand(unit)
                     elif not unit.ready:
                         unit.gather(wait=not self.settings.overlap)
                     pinned.append(unit)

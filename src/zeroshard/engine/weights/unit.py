@@ -77,7 +77,7 @@ class Unit:
     open_calls: int = 0  # forwards of this unit (or a borrower) running now
     pinned: int = 0  # `with zero.gathered()` blocks that hold it
     touched: bool = False  # read outside its own forward: stays gathered until backward, or the forward, ends
-    ahead: int = 0  # gathers launched by the script that no forward or backward has demanded yet
+    ahead: int = 0  # gathers launched by the gather order that no forward or backward has demanded yet
     calls: dict[nn.Module, int] = field(default_factory=dict)  # by module: forwards not yet matched by a backward
 
     @property

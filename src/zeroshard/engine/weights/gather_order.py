@@ -1,8 +1,8 @@
 """The order of gathers that all ranks follow.
 
-A *segment* is one forward of the root, or one backward. Within a segment all ranks launch the gathers of the
-*script*, the sequence that the last segment of that kind launched, in its order. A rank that needs a unit launches the
-script up to that unit's turn, so it takes part in every gather before it. After the script, gathers are negotiated in
+A *segment* is one forward of the root, or one backward. Within a segment all ranks launch the gathers of the known
+*sequence*, the one that the last segment of that kind launched, in its order. A rank that needs a unit launches the
+sequence up to that unit's turn, so it takes part in every gather before it. After it, gathers are negotiated in
 rounds: each rank names one unit or says that it is done, and all named units are gathered, until all ranks are done.
 
 So ranks that drop layers, branch or reorder differently cost bytes, never a hang or a mix-up. The price is two small
@@ -10,7 +10,7 @@ control collectives per segment, on the CPU; the last one of a backward also tel
 
     rank 0 needs   a b   d        launches  a b c d | done
     rank 1 needs   a   c d e      launches  a b c d | e      (rank 0, done, takes part in e)
-    next script    a b c d e      (what no rank used is left out)
+    next sequence  a b c d e      (what no rank used is left out)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Kind = tuple[str, int]  # of a segment: forward or backward, and the unit it ent
 _NOBODY = -1
 
 
-class Script:
+class GatherOrder:
     """Launches gathers in an order that is the same on all ranks."""
 
     def __init__(self, units: list[Unit], group: Group, *, prefetch: int, overlap: bool) -> None:
@@ -114,7 +114,7 @@ class Script:
     def _ahead(self) -> int:
         return sum(unit.ahead > 0 for unit in self.units)
 
-    # --- after the script -------------------------------------------------------------------------------------------
+    # --- after the sequence -----------------------------------------------------------------------------------------
 
     def _negotiate(self, wanted: Unit | None, usual: bool = True) -> bool:
         """Hold rounds of naming units, until `wanted` is gathered or, with None, until every rank is done.

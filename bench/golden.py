@@ -166,7 +166,7 @@ def tables() -> dict[str, Any]:
             "message": int(BUCKET_MIB * 2**20),
             "align": Layout().align,
             "page": limits.aligned(1),
-            "buffers": limits.BUFFERS,
+            "buffers": limits.STAGING_ROOMS,
             "in_flight": limits.IN_FLIGHT,
             "prefetch": limits.PREFETCH,
         },

@@ -29,7 +29,7 @@ import torch
 from zeroshard import Offload
 from zeroshard.events import Ledger
 from zeroshard.features import nvme
-from zeroshard.layout.limits import BUFFERS
+from zeroshard.layout.limits import STAGING_ROOMS
 from zeroshard.planner.quantities import budget
 
 from . import report
@@ -130,7 +130,7 @@ class Raw:
         flags = os.O_RDWR | (os.O_DIRECT if self.direct else 0)
         self.descriptor = os.open(self.file.name, flags)
         os.posix_fallocate(self.descriptor, 0, self.setup.slot * self.setup.slots)
-        self.buffers = [memoryview(mmap.mmap(-1, self.setup.slot)) for _ in range(BUFFERS)]
+        self.buffers = [memoryview(mmap.mmap(-1, self.setup.slot)) for _ in range(STAGING_ROOMS)]
         self.threads = ThreadPoolExecutor(self.setup.depth)
         return self
 

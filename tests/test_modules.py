@@ -562,11 +562,11 @@ def interrupted_while_opening(stage: int, at: int):
     zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(units=["*"]))
     opened, really = [], Bucket.open
 
-    def stop(buffer):
-        opened.append(buffer)
+    def stop(bucket):
+        opened.append(bucket)
         if len(opened) == at:
             raise KeyboardInterrupt
-        really(buffer)
+        really(bucket)
 
     with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(Bucket, "open", stop)

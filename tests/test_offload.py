@@ -31,7 +31,7 @@ from zeroshard.engine.weights import flat
 from zeroshard.errors import CheckpointError, PeerError, StateError, TierError, UserError
 from zeroshard.events import Ledger
 from zeroshard.features import nvme, split_master
-from zeroshard.features.nvme import BUFFERS, aligned
+from zeroshard.features.nvme import STAGING_ROOMS, aligned
 from zeroshard.tiers.tier import DeviceTier, HostTier
 
 SOME = [
@@ -362,7 +362,7 @@ def test_each_state_is_held_in_its_tier(tmp_path):
     assert held["host"] == {"parameters": 2 * numel, "gradients": 4 * numel}
     assert held["nvme"] == {"master": 4 * numel, "exp_avg": 4 * numel, "exp_avg_sq": 4 * numel}
     assert set(held["device"]) == {"norms"}
-    assert staging == 3 * BUFFERS * aligned(4 * max(bucket.numel for bucket in zero.partition.buckets))
+    assert staging == 3 * STAGING_ROOMS * aligned(4 * max(bucket.numel for bucket in zero.partition.buckets))
     assert all(owner.tier == "nvme" for name in weights for owner in zero.owners(name)) is False
 
 
@@ -383,7 +383,7 @@ def test_memory_for_files_does_not_grow_with_the_model(tmp_path):
         return zero.ledger().peak["staging"], len(zero.partition.buckets)
 
     (small, few), (large, many) = staging(6), staging(18)
-    assert few < many and small == large == 4 * BUFFERS * aligned(4 * (64 * 64 + 128))
+    assert few < many and small == large == 4 * STAGING_ROOMS * aligned(4 * (64 * 64 + 128))
 
 
 def test_a_step_moves_the_bytes_it_must(tmp_path):
@@ -582,7 +582,7 @@ def test_a_transfer_that_an_interrupt_ends_is_made_once_more(monkeypatch, tmp_pa
     monkeypatch.setattr(nvme, "BLOCK", 4096)
     ledger, device = Ledger(), torch.device("cpu")
     files = nvme.NvmeTier(Offload(optimizer="nvme", path=tmp_path), 0, device, ledger, {"optimizer": 4 * 4096}, 0)
-    rests = [files.rest("exp_avg", number, 4096, torch.float32) for number in range(BUFFERS + 1)]
+    rests = [files.rest("exp_avg", number, 4096, torch.float32) for number in range(STAGING_ROOMS + 1)]
     want = [torch.full((4096,), 1.0 + number) for number in range(len(rests))]
 
     def interrupted(*_, **__):

@@ -59,8 +59,8 @@ def test_a_frozen_bucket_has_no_room_in_buffers_until_it_is_unfrozen(tmp_path):
     """No gradients, masters or states: buffers have a page each, and those that meet it grow."""
     ((said, held), after), weights = frozen_first(tmp_path)
     small, large = nvme.aligned(4 * (64 * 8 + 128)), nvme.aligned(4 * (64 * 64 + 128))
-    assert said == held == 4 * nvme.BUFFERS * small
-    assert held + 4 * (large - small) <= after <= 4 * nvme.BUFFERS * large
+    assert said == held == 4 * nvme.STAGING_ROOMS * small
+    assert held + 4 * (large - small) <= after <= 4 * nvme.STAGING_ROOMS * large
     assert all(map(torch.equal, weights, frozen_first(None)[1]))
 
 

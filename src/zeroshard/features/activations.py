@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ..engine.build.assembly import Assembly
     from ..engine.engine import Engine
 
-STATE, STAGED = "activations", "staged activations"  # STAGED: in the buffers of their files
+STATE, STAGED = "activations", "staged activations"  # STAGED: in the rooms of their files
 SMALL = 1 << 10  # bytes; to move less than this saves nothing
 GOING = 1  # segments that are being copied out; their device memory is kept until they have arrived
 
@@ -414,7 +414,7 @@ class ActivationsFeature(Feature):
         if name != STATE:
             return None
         made: Any = first(each.tier(NVME, assembly, {STATE: 0}, 0) for each in features())
-        made.buffers = STAGED  # only a forward tells their size; the sizes of state buffers are known before
+        made.counted_as = STAGED  # only a forward tells their size; the sizes of rooms for states are known before
         return made  # type: ignore[no-any-return]
 
     def subscriber(self, engine: Engine) -> Activations | None:

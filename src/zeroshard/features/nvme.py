@@ -4,9 +4,9 @@
 
 The files have no names: whatever ends a rank, kill -9 too, its room on the disk is free the moment it is gone.
 
-A file has `BUFFERS` page-aligned buffers, whatever the model's size. While bucket k is computed with, bucket k + 1 is
-on its way in and bucket k - 1 on its way out. Blocks go past the page cache (O_DIRECT) by `os.preadv` and `os.pwritev`
-on a few threads: the disk then moves bytes while Python's lock is free.
+A file has `STAGING_ROOMS` page-aligned rooms in memory, whatever the model's size. While bucket k is computed with,
+bucket k + 1 is on its way in and bucket k - 1 on its way out. Blocks go past the page cache (O_DIRECT) by `os.preadv`
+and `os.pwritev` on a few threads: the disk then moves bytes while Python's lock is free.
 
 Every failure here raises an error that names rank and file. From then on nothing is read, so that no stale state is
 ever used; `zero.load` starts afresh.
@@ -38,7 +38,7 @@ from ..errors import TierError
 from ..events import HOST, NVME, Ledger, ends
 from ..finalizers import at_end_of
 from ..hooks import Feature
-from ..layout.limits import BUFFERS, aligned
+from ..layout.limits import STAGING_ROOMS, aligned
 from ..policies.offload import Offload
 from ..tiers.tier import Rest, Tier, pages
 
@@ -57,7 +57,7 @@ class NvmeTier(Tier):
     on_demand = True
     meets = True  # a file that cannot be written is the failure of all ranks
     device = torch.device("cpu")
-    buffers = "staging"  # under which name the ledger counts its files' buffers
+    counted_as = "staging"  # the name under which the ledger counts its files' rooms
 
     def __init__(
         self, offload: Offload, rank: int, compute: torch.device, ledger: Ledger, largest: dict[str, int], nbytes: int
@@ -155,7 +155,7 @@ def _end(process: int, threads: ThreadPoolExecutor) -> None:
 
 
 class _Room:
-    """A buffer of a file, with the `FileRest` whose bytes it has."""
+    """A room in memory of a file, with the `FileRest` whose bytes it has."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -225,7 +225,7 @@ class StateFile:
         self._free.append((first, last))
 
     def forget(self) -> None:
-        """Drop the contents of the buffers and of the file, and wait for transfers under way."""
+        """Drop the contents of the rooms and of the file, and wait for transfers under way."""
         for rest in self._slots:
             concurrent.futures.wait(rest.writing)
             rest.written, rest.writing = False, []
@@ -236,17 +236,17 @@ class StateFile:
             if room.holder is not None:
                 room.holder.room, room.holder.dirty, room.holder = None, False, None
 
-    # --- buffers ----------------------------------------------------------------------------------------------------
+    # --- rooms ------------------------------------------------------------------------------------------------------
 
     def fetch(self, rest: FileRest, *, fresh: bool = False) -> None:
-        """Give a rest a buffer, and begin to read its bytes into that, unless all of it will be written (`fresh`)."""
+        """Give a rest a room, and begin to read its bytes into that, unless all of it will be written (`fresh`)."""
         if self.tier.failed is not None:
             raise self.tier.failed
         room = self._room()
         if room.holder is not None:
             self.write(room.holder)
             room.holder.room = None
-        if room.memory.numel() < rest.nbytes:  # of a bucket that was frozen when the buffer was made
+        if room.memory.numel() < rest.nbytes:  # of a bucket that was frozen when the room was made
             self.wait(room)
             self._make(room)
         room.holder, rest.room = rest, room
@@ -262,12 +262,12 @@ class StateFile:
 
     def _room(self) -> _Room:
         idle = [room for room in self._rooms if room.holder is None or not room.holder.depth]
-        if len(self._rooms) < BUFFERS and all(room.holder is not None for room in idle):
+        if len(self._rooms) < STAGING_ROOMS and all(room.holder is not None for room in idle):
             self._rooms.append(room := _Room())  # first: if an interrupt lost the room, its memory would stay counted
             self._make(room)
             return room
         if not idle:
-            raise AssertionError(f"all {BUFFERS} buffers of {self.state} are in use at once")
+            raise AssertionError(f"all {STAGING_ROOMS} rooms of {self.state} are in use at once")
         # First one that is free, then one that need not be written, then the one used longest ago.
         room = min(idle, key=lambda room: (room.holder is not None, room.holder is not None and room.holder.dirty))
         self._rooms = [*(each for each in self._rooms if each is not room), room]
@@ -277,7 +277,7 @@ class StateFile:
         size, simulation = self._largest, self._descriptor < 0
         memory = torch.empty(size, dtype=torch.uint8, device="cpu") if simulation else pages(size, self.tier.compute)
         view = None if simulation else raw(memory)
-        self.tier.ledger.hold(self.tier.buffers, size - room.memory.numel(), HOST)
+        self.tier.ledger.hold(self.tier.counted_as, size - room.memory.numel(), HOST)
         room.view, room.memory = view, memory  # both or, where an interrupt came, neither
 
     def write(self, rest: FileRest) -> None:
@@ -380,7 +380,7 @@ class FileRest(Rest):
         self.depth = 0
         self.dirty = False
         self.written = False
-        self.writing: list[Future[None]] = []  # perhaps still under way, from a buffer that another rest has by now
+        self.writing: list[Future[None]] = []  # perhaps still under way, from a room that another rest has by now
         self.digests: dict[int, str] = {}  # by place in the slot, of the bytes last written there
 
     @property
@@ -432,7 +432,7 @@ class FileRest(Rest):
             self._until([sent(to, tensor[start : start + to.numel()]) for start, to in parts][-1]).wait()
 
     def _until(self, through: DeviceEvent) -> DeviceEvent:
-        """Note that the device uses the buffer until this event: the buffer's next user waits, as for a read."""
+        """Note that the device uses the room until this event: the room's next user waits, as for a read."""
         if self.room is not None and self.file.tier.threads is not None and not through.is_completed():
             self.room.work.append(self.file.tier.threads.submit(through.finish))
         return through

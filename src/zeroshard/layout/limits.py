@@ -1,4 +1,4 @@
-"""The memory that a rank holds beside its states: messages under way, memory kept for the next one, buffers of files.
+"""The memory that a rank holds beside its states: messages under way, memory kept for the next one, rooms of files.
 
 The engine keeps to these numbers, and the planner counts with them. Imports neither torch nor anything distributed.
 """
@@ -12,7 +12,7 @@ IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
 LEAVING = 2  # sums on their way from an accelerator to where they rest, kept until they are there
 PIECES = 2  # of pinned memory, from which values cast on the host are sent: one on its way, one being filled
 POOLED = 2 * IN_FLIGHT  # used messages kept for the next of their size: enough for those under way
-BUFFERS = 3  # of a file of states: one to compute with, one coming, one going
+STAGING_ROOMS = 3  # of a file of states: one to compute with, one coming, one going
 
 
 def room(ranks: int) -> int:

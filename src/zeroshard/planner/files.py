@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..events import DEVICE
-from ..layout.limits import BUFFERS
+from ..layout.limits import STAGING_ROOMS
 from ..layout.partition import BucketPlan, Partition
 from ..layout.stage import ALONE, Placements, Seat
 from ..layout.states import Master
@@ -51,7 +51,7 @@ class _Buffers:
     def ahead(self, bucket: int, *, fresh: bool = False) -> None:
         if bucket not in self.slots or bucket in self.rooms:
             return
-        if len(self.rooms) == BUFFERS:
+        if len(self.rooms) == STAGING_ROOMS:
             left = min(self.rooms, key=lambda each: self.rooms[each])  # rather one that need not be written
             self.behind(left)
             del self.rooms[left]
@@ -96,7 +96,7 @@ class _Step:
             for b in trained
             if b.shard_numel(found.seats.of(b).position)
         }
-        made = [bucket.index for bucket in trained if bucket.index in self.masters.slots][-BUFFERS:]
+        made = [bucket.index for bucket in trained if bucket.index in self.masters.slots][-STAGING_ROOMS:]
         self.masters.rooms = dict.fromkeys(made, False)  # they were made from the parameters
 
     def _of(self, state: str) -> _Buffers:

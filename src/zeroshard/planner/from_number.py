@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 from ..events import DEVICE, HOST, NVME
-from ..layout.limits import BUFFERS, aligned
+from ..layout.limits import STAGING_ROOMS, aligned
 from ..layout.partition import BUCKET_MIB, Partition, Spec, partition
 from ..layout.stage import Placements
 from . import closed, files, instants, recipes, states, traffic, transformer
@@ -109,7 +109,7 @@ def _shared_out(numel: int, ranks: int, placements: Placements, recipe: Recipe, 
     uncast = replace(recipes.with_masters(recipe, fractions), cast=Fraction())
     for state, itemsize, degree in uncast.states(placements):
         slot = aligned(math.ceil(reserved[degree][0] * itemsize))
-        buffers += min(BUFFERS * slot, aligned(tiers[NVME].get(state, 0)))
+        buffers += min(STAGING_ROOMS * slot, aligned(tiers[NVME].get(state, 0)))
     if buffers:
         tiers[HOST][states.STAGING] = buffers
     held = {tier: {state: n for state, n in found.items() if n} for tier, found in tiers.items()}

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE, HOST, NVME
-from ..layout.limits import BUFFERS, PIECES, aligned
+from ..layout.limits import PIECES, STAGING_ROOMS, aligned
 from ..layout.partition import BucketPlan, Partition, Slot
 from ..layout.stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
 from ..layout.states import TIERS, Resting, Row, resting
@@ -103,7 +103,7 @@ class File(NamedTuple):
     @property
     def buffers(self) -> int:
         """Bytes of its buffers in host memory."""
-        return min(BUFFERS, len(self.slots)) * self.largest
+        return min(STAGING_ROOMS, len(self.slots)) * self.largest
 
 
 class Seats(NamedTuple):

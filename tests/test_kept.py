@@ -153,3 +153,70 @@ def test_a_class_that_sets_some_of_torchs_fields_is_refused_by_name(stage):
     model, optimizer = build()
     with pytest.raises(UserError, match=r"(?s)Half.*super\(\)\.__init__"):
         zeroshard.shard(model, Half(optimizer), stage=stage)
+
+
+class Beside(torch.optim.SGD):
+    """SGD with a tensor for each parameter (or for each matrix alone) in an attribute: masks of pruning, or momentum."""
+
+    whole = True
+
+    def __init__(self, params, what):
+        super().__init__(params, 0.1)
+        self.held = [p for group in self.param_groups for p in group["params"] if what != "matrices" or p.dim() > 1]
+        made = [torch.rand_like(p) if what == "masks" else torch.zeros_like(p) for p in self.held]
+        self.beside = {"of each": dict(enumerate(made))} if what == "momentum" else [made]
+        del self.held
+
+    def tensors(self):
+        return list(self.beside["of each"].values()) if isinstance(self.beside, dict) else self.beside[0]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        held = [p for group in self.param_groups for p in group["params"]]
+        held = held if len(self.tensors()) == len(held) else [p for p in held if p.dim() > 1]
+        for p, tensor in zip(held, self.tensors(), strict=False):
+            if p.grad is not None and isinstance(self.beside, dict):
+                p.grad.copy_(tensor.mul_(0.5).add_(p.grad))
+        super().step()
+        for p, tensor in zip(held, self.tensors(), strict=False):
+            if not isinstance(self.beside, dict):
+                p.mul_(tensor)
+
+
+def wide(what):
+    """A model whose tensors are larger than a trial's, and such an optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.Linear(70, 70), nn.Linear(70, 5))
+    return model, Beside(model.parameters(), what)
+
+
+def said_at_shard(build, stage, *args):
+    with pytest.raises(UserError) as error:
+        zeroshard.shard(*build(*args), stage=stage)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", ["masks", "matrices", "momentum"])
+@pytest.mark.parametrize("sharded", [1, 2, 3])
+def test_a_tensor_for_each_parameter_in_an_attribute_is_refused_where_ranks_hold_parts(sharded, what):
+    """The list would be paired with this rank's parts, which begin with another parameter."""
+    with zeroshard.world(2) as world:
+        for said in world.run(said_at_shard, wide, sharded, what):
+            assert "an optimizer keeps a tensor for each parameter in an attribute" in said
+            assert "Beside, optimizer 0, attribute 'beside'" in said
+            assert "self.state[p]['beside'] = its tensor" in said
+
+
+def test_momentum_in_an_attribute_is_refused_where_ranks_hold_all():
+    """No checkpoint would have it, although the tensors are larger than a trial's."""
+    said = said_at_shard(wide, 0, "momentum")
+    assert "keeps what a step changes in an attribute" in said and "self.state[p]['beside'] = its tensor" in said
+
+
+def test_masks_in_an_attribute_work_where_ranks_hold_all():
+    model, optimizer = wide("masks")
+    train(model, optimizer, range(2))
+    sharded, same = wide("masks")
+    zeroshard.shard(sharded, same, stage=0)
+    train(sharded, same, range(2))
+    reference.assert_same(reference.weights(sharded), reference.weights(model))

@@ -31,6 +31,8 @@ from ...device import ask, random_states_kept
 from ...errors import UserError
 from ..step.fragment import is_state, twin_of, uncompiled, updated
 from ..step.optimizer_hooks import own_step
+from .kept_by_order import cure, kept_by_order, refuse_order
+from .kept_by_order import small as stand_in
 
 log = logging.getLogger("zeroshard")
 
@@ -49,6 +51,9 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
     """
     where = f"{type(optimizer).__name__}, optimizer {number}"
     check_states(optimizer, where)
+    kept = kept_by_order(optimizer)
+    if not alone:
+        refuse_order(kept, where)
     twin = _twin(optimizer)
     if twin is None:
         return
@@ -84,8 +89,12 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
                 where=f"{where}, attribute {name!r}",
                 expected="states in optimizer.state[param], or options in the groups",
                 got=f"{before.get(name)!s:.60} before a trial's steps, {after[name]!s:.60} after",
-                instead=f"keep it in optimizer.param_groups[0][{name!r}]; or, if a resumed run does not need it, "
-                f"say so on the class: unsaved = ({name!r},)",
+                instead=(
+                    cure(name)
+                    if any(each.name == name for each in kept)
+                    else f"keep it in optimizer.param_groups[0][{name!r}]"
+                )
+                + f"; or, if a resumed run does not need it, say so on the class: unsaved = ({name!r},)",
             )
 
 
@@ -225,7 +234,8 @@ def _twin(optimizer: torch.optim.Optimizer, *, halves: bool = False, last: bool 
     params = updated(optimizer)
     if not params or any(simulated(param) or param.is_meta for param in params):
         return None
-    small = {id(param): _small(param, halves=halves) for param in params}
+    small: dict[int, Tensor] = {id(param): _small(param, halves=halves) for param in params}
+    small |= {id(each.tensor): stand_in(each.tensor, small[id(each.param)]) for each in kept_by_order(optimizer)}
     own = {key: value for key, value in vars(optimizer).items() if key not in _torchs()}
     if not all(_simple(value, small) for value in own.values()):
         log.debug("%s holds more than numbers and small tensors: it was not tried", type(optimizer).__name__)

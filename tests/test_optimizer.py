@@ -1205,6 +1205,68 @@ def test_an_optimizer_sees_attributes_of_parameters(stage):
     check(scaled, stages=(stage,), state=False)
 
 
+class Attributed(torch.optim.SGD):
+    """SGD that multiplies each parameter by its attribute `mask`, a tensor of its shape, and by `scale`, of one number."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(getattr(param, "mask", 1.0)).mul_(getattr(param, "scale", 1.0))
+
+
+def attributed(engine, **says):
+    """Attributes that are set, written to, replaced and deleted between steps."""
+    torch.manual_seed(1)
+    model = models.build("mlp", sizes=SIZES)
+    for number, param in enumerate(model.parameters()):
+        param.mask = torch.arange(param.numel()).view(param.shape) % (number + 2) > 0
+        param.scale = torch.tensor(0.9 + 0.01 * number)
+    optimizer = type("Attributed", (Attributed,), says)(model.parameters(), 0.05, momentum=0.9)
+    engine.shard(model, optimizer)
+    engine.train(model, optimizer, range(2))
+    weight, bias = model[2].weight, model[2].bias
+    weight.mask.logical_not_()
+    bias.mask = torch.full(bias.shape, 0.5)
+    engine.train(model, optimizer, range(2, 4))
+    del weight.mask, bias.scale
+    bias.mask.fill_(0.25)
+    weight.scale = 0.75
+    engine.train(model, optimizer, range(4, 6))
+    return model
+
+
+@pytest.mark.parametrize("says", [{"elementwise": True}, {"whole": True}], ids=["elementwise", "whole"])
+def test_an_optimizer_sees_tensors_that_are_attributes_of_parameters(stage, says):
+    """Those of the parameter's shape are cut with it, and all are followed from step to step."""
+    check(functools.partial(attributed, **says), stages=(stage,), state=False)
+
+
+def of_another_shape(stage, when, **says):
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = type("Attributed", (Attributed,), says)(model.parameters(), 0.05)
+    weight = model[2].weight
+    if when == "before":
+        weight.mask = torch.ones(len(weight), 1)
+    zeroshard.shard(model, optimizer, stage=stage)
+    weight.mask = torch.ones(len(weight), 1)
+    models.loss("mlp", model, models.batch("mlp", 0, 0)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_tensor_of_another_shape_at_a_parameter_that_is_cut_is_refused(when):
+    said = r"attribute that cannot be cut(?s:.)*parameter '2.weight', attribute 'mask'(?s:.)*got: shape \(\d+, 1\)"
+    with pytest.raises(RankFailure, match=said):
+        ranks.run(2, of_another_shape, 3, when, elementwise=True)
+
+
+def test_a_tensor_of_another_shape_at_a_parameter_that_is_not_cut_works():
+    ranks.run(2, of_another_shape, 3, "before", whole=True)
+
+
 TABLES = {
     ".scales": lambda optimizer, param: setattr(optimizer, "scales", {param: 0.1}),
     ".by_id": lambda optimizer, param: setattr(optimizer, "by_id", {id(param): 0.1}),

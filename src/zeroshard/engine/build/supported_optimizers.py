@@ -22,6 +22,7 @@ from ...layout.stage import Degree
 from ...policies.layout import Layout
 from ...policies.offload import Offload
 from ...validation import python_number
+from ..step.attributes import check_attributes
 from ..step.fragment import check_cut, updated
 from ..step.guarded_state import inside
 from ..step.optim import Binding
@@ -293,6 +294,9 @@ def check_optimizers(
         if sends(optimizer):  # a class that is not known
             alone = replicated or not (spread or any(plan.size > 1 for plan, _ in slots))
             by_element = bool(may_cut) and not replicated and block_of(optimizer) == 1
+            for param in () if replicated else updated(optimizer):
+                if (name := names.get(id(param))) in may_cut and blocks.get(name) != WHOLE:
+                    check_attributes(param, f"{type(optimizer).__name__}, optimizer {number}, parameter {name!r}")
             check_kept(optimizer, number, alone=alone, by_element=by_element)
         for param in () if replicated else (each for each in updated(optimizer) if names.get(id(each)) in held):
             for key, value in optimizer.state.get(param, {}).items():

@@ -30,6 +30,7 @@ from ..weights.modes import unseen
 from ..weights.publish import publish
 from ..weights.tracing import traced
 from ..weights.transaction import Transaction
+from .attributes import Attributes
 from .bucket_step import Alone
 from .fragment import Fragment, Member, Shapes, States, by_parameter, fixed_shapes
 from .membership import Membership
@@ -101,6 +102,7 @@ class Binding(Transaction):
         self.states = States(optimizer, number, self.group)
         where = f"{type(optimizer).__name__}, optimizer {number}, rank {self.group.rank}"
         self.watch = OwnCollectives(where, self.running) if watched else None
+        self.attributes = Attributes(where, strict=watched)
         self.alone = Alone(optimizer, self.states, self.averages, self.group.ledger, self.watch)
         self.adopt(broadcast_state=True)
         hook_steps(type(optimizer))
@@ -223,10 +225,7 @@ class Binding(Transaction):
                 fragment.param.requires_grad_(param.requires_grad)
                 self.states.point(fragment)
             fragments = fragments or self.states.fragments(place, requires_grad=param.requires_grad)
-        own = {name: value for name, value in vars(param).items() if not isinstance(value, Tensor)}  # as a rate's scale
-        own.pop("_zeroshard")
-        for fragment in fragments:
-            vars(fragment.param).update(own)
+        self.attributes.give(param, fragments)
         self.membership.add(place, fragments, group)
         state = dict.pop(self.optimizer.state, param, None)
         for fragment in fragments if state else ():
@@ -371,6 +370,10 @@ class Binding(Transaction):
         self.watcher.check_edits()
         self.report_divided()
         self.check_states()
+        try:
+            self.attributes.follow()
+        except UserError as error:
+            self.group.report(error)  # the others are on their way to this step
         options, edits, number = self.options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(

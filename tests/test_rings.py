@@ -43,6 +43,7 @@ ASKS = {
     "features.replica_chain": "comm=zeroshard.Comm(group=Simulated(0, 2), replicas=2)",
     "features.two_level": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "features.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
+    "features.device_step": 'offload=zeroshard.Offload(optimizer="cpu", step="device")',
     "features.automatic_offload": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
     "features.shared_parameters": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
     "features.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',

@@ -82,6 +82,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.replica_chain": ("Comm(replicas=...)", lambda s: s.summed > 1),
     "features.two_level": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "features.nvme": ("Offload(...) to nvme", lambda s: s.files),
+    "features.device_step": ('Offload(step="device")', lambda s: s.stepped_there),
     "features.automatic_offload": ('Offload("auto")', lambda s: s.automatic),
     "features.shared_parameters": ("Offload(parameters='shared')", lambda s: s.once),
     "features.experts": ("Layout(along=...)", lambda s: s.along),
@@ -130,8 +131,8 @@ class Feature:
     def masters(self, bucket: Bucket, values: Tensor) -> tuple[Plain, Rest] | None:
         """Return the codec of parameters whose masters this feature stores, and the rest of the masters `values`."""
 
-    def tiers(self, assembly: Assembly) -> dict[str, Tier]:
-        """Return, by state, the tiers of states that rest in this feature's, whatever `Offload` says."""
+    def tiers(self, assembly: Assembly, plan: BucketPlan, at: dict[str, Tier]) -> dict[str, Tier]:
+        """Return, by state, the tiers in place of some that a bucket's states have so far, `at`."""
         return {}
 
     def average(self, decay: float, engine: Engine) -> MovingAverage | None:

@@ -208,6 +208,58 @@ def runs_as_planned(fit, ranks, folder):
         assert staging <= fit.plan.tiers.get(HOST, {}).get("staging", 0) + fit.plan.pinned
 
 
+TIERS = {
+    "optimizer": {"optimizer": "cpu"},
+    "optimizer and gradients": {"optimizer": "cpu", "gradients": "cpu"},
+    "host": dict.fromkeys(("parameters", "gradients", "optimizer"), "cpu"),
+    "nvme": dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"),
+}
+
+
+def stepped_there(stage, where, bf16, folder):
+    """What a rank holds after three steps that the device makes, the most in a step, and the rank."""
+    torch.manual_seed(0)
+    model = Tiny().to("emu:0")
+    zero = zeroshard.shard(
+        model, optimizer := torch.optim.AdamW(model.parameters(), fused=True), stage=stage,
+        precision=Precision(param_dtype=torch.bfloat16 if bf16 else None),
+        offload=Offload(**where, step="device", path=folder if "nvme" in where.values() else None),
+    )  # fmt: skip
+    for _ in range(3):
+        model(
+            torch.ones(4, 96, device="emu:0", dtype=next(model.parameters()).dtype)
+        ).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ledger = zero.ledger()
+    return {tier: dict(found) for tier, found in ledger.tiers.items()}, ledger.phases["step"].total
+
+
+@pytest.mark.parametrize("bf16", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tiers", [each if each == "host" else pytest.param(each, marks=pytest.mark.full) for each in TIERS]
+)
+def test_rooms_of_states_that_the_device_steps_are_planned_to_the_byte(tmp_path, tiers, stage, bf16):
+    """What rests in every tier, and the most on the device in a step: three buckets' states, and a copy of gradients."""
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({name: list(param.shape) for name, param in Tiny().named_parameters()}))
+    where = Offload(**TIERS[tiers], step="device", path=str(tmp_path) if tiers == "nvme" else None)
+    preset = "zeroshard" if bf16 else "fp32"
+    (plan,) = zeroshard.plan(
+        Model(shapes=path, preset=preset), Machine(ranks=2, gpu="4090"), stage=stage, offload=where
+    ).stages
+    found = emulated.run(2, stepped_there, stage, TIERS[tiers], bf16, str(tmp_path), elsewhere=True)
+    (step,) = (each for each in plan.instants if each.name == "step")
+    held, most = found[plan.rank]
+    assert most == sum(plan.tiers.get(DEVICE, {}).values()) + step.total
+    for tier in (DEVICE, HOST, NVME):
+        here = sum(n for state, n in held.get(tier, {}).items() if state not in PASS)
+        assert here == sum(n for state, n in plan.tiers.get(tier, {}).items() if state not in PASS)
+    staging = held.get(HOST, {}).get("staging", 0)
+    assert staging <= plan.tiers.get(HOST, {}).get("staging", 0) + plan.pinned
+
+
 @pytest.mark.filterwarnings("ignore")  # torchao's, of what it was built for
 @pytest.mark.trainers
 def test_a_line_of_8_bit_states_runs_with_torchao(monkeypatch, tmp_path):

@@ -101,18 +101,20 @@ SIZES: Mapping[Size, Shape] = {
 }
 
 
-PLACED = (*STATES, "activations")  # what --offload-... names; --offload alone is for states
+PLACED = (*STATES, "activations", "step")  # what --offload-... names; --offload alone is for states
 
 
 def places(offload: str, **given: str) -> dict[str, str]:
-    """Return {state: where it rests} by --offload and --offload-STATE, without what stays on the device.
+    """Return {state: where it rests} by --offload and --offload-STATE, without what stays on the device, and "step" if
+    states that rest elsewhere are stepped there all the same.
 
     given: of the names in `PLACED`.
     """
     if offload not in ("", "cpu", "nvme"):
         raise InputError(f"--offload must be cpu or nvme, got {offload!r}; for one state --offload-optimizer and so on")
     found = {what: given.get(what) or (offload if what in STATES else "") for what in PLACED}
-    return {state: where for state, where in found.items() if where not in ("", "device")}
+    usual = {what: "host" if what == "step" else "device" for what in PLACED}
+    return {what: where for what, where in found.items() if where not in ("", usual[what])}
 
 
 def offload_of(places: Mapping[str, str], path: str) -> Any:
@@ -134,8 +136,8 @@ def offload_of(places: Mapping[str, str], path: str) -> Any:
         said = one_line(error).replace("Offload.path", "--offload-path")
         for what in PLACED:
             said = said.replace(f"Offload.{what}", f"--offload-{what}")
-        whole = said.startswith(f"--offload-{PLACED[-1]}")  # has no fractions
-        tiers = "device, cpu or nvme" if whole else "device, cpu, nvme or a fraction"
+        others = {"--offload-activations": "device, cpu or nvme", "--offload-step": "host or device"}
+        tiers = others.get(said.partition(" ")[0], "device, cpu, nvme or a fraction")
         raise InputError(f"{said.partition('; instead: ')[0]}; instead: {tiers}") from error
 
 
@@ -183,6 +185,7 @@ class RunConfig:
     offload_gradients: str = ""
     offload_optimizer: str = ""
     offload_activations: str = ""  # device, cpu or nvme
+    offload_step: str = ""  # host or device
     offload_path: str = ""
     replicas: int = 1
     timeout: float = 1800.0  # seconds

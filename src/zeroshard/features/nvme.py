@@ -419,9 +419,9 @@ class FileRest(Rest):
         with self.here(fresh=fresh) as tensor:
             return self._until(sent(tensor[start : start + values.numel()], values))
 
-    def give(self, start: int, to: Tensor) -> None:
+    def bring(self, start: int, to: Tensor) -> DeviceEvent:
         with self.here(changed=False) as tensor:
-            self._until(sent(to, tensor[start : start + to.numel()])).wait()
+            return self._until(sent(to, tensor[start : start + to.numel()]))
 
     def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> DeviceEvent:
         with self.here(fresh=True) as tensor:

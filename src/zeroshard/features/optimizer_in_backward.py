@@ -30,6 +30,7 @@ from ..engine.weights.publish import publish
 from ..engine.weights.transaction import Transaction
 from ..errors import StateError, TierError, UserError
 from ..hooks import Feature
+from ..layout.partition import BucketPlan
 from ..tiers.tier import DeviceTier, OnDevice, Rest, Tier
 
 if TYPE_CHECKING:
@@ -371,7 +372,7 @@ class OptimizerInBackwardFeature(Feature):
         if assembly.asked.in_backward:
             check_in_backward([*optimizers])
 
-    def tiers(self, assembly: Assembly) -> dict[str, Tier]:
+    def tiers(self, assembly: Assembly, plan: BucketPlan, at: dict[str, Tier]) -> dict[str, Tier]:
         return {"gradients": PassingTier(assembly.tier)} if assembly.asked.in_backward else {}
 
     def subscriber(self, engine: Engine) -> InBackward | None:

@@ -83,6 +83,11 @@ class Asked(NamedTuple):
         """Does one copy of the parameters serve all ranks of a host?"""
         return self.offload is not None and self.offload.once
 
+    @property
+    def stepped_there(self) -> bool:
+        """Are states that rest elsewhere stepped on the device?"""
+        return self.offload is not None and self.offload.stepped_there
+
     def spread(self, stage: int) -> bool:
         """Tell whether the optimizer is sharded over all replicas, or hosts, at a stage: never at stage 0."""
         over = self.comm.two_levels or self.comm.optimizer == "all"

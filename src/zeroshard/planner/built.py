@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..events import NVME
+from ..events import DEVICE, NVME
 from ..layout.partition import BucketPlan, Slot
 from ..layout.states import Resting, resting
 from .optimizers import Shown, asked_with, probe
@@ -44,6 +44,7 @@ def holding(zero: Zero) -> Holding:
             averaged=zero._engine.moving is not None, scales=scales,
         )  # fmt: skip
 
+    there = zero._engine.offload.stepped_there and zero._engine.device.type != "cpu"
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []
     numbers: dict[int, int] = {}  # by the optimizer's id
@@ -63,9 +64,10 @@ def holding(zero: Zero) -> Holding:
             probed[key] = probe(optimizer, group, key[1], key[2])
         found = {state: each.kept(slot.together) for state, each in probed[key].items()}
         number = numbers[id(optimizer)]
-        if zero._engine.resting[bucket.index]["optimizer"] == NVME:
+        at = zero._engine.resting[bucket.index]["optimizer"]
+        if at == NVME or (there and at != DEVICE):
             return {file_name(state, number) if each[1] == 1 else state: each for state, each in found.items()}
         return found
 
     seats = Seats(zero._engine.group.team.seat, zero._engine.group.axis_team.seat)
-    return Holding(zero.partition, zero.placements, seats, rests, kept, zero._engine.resting)
+    return Holding(zero.partition, zero.placements, seats, rests, kept, zero._engine.resting, there=there)

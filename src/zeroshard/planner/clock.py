@@ -174,20 +174,24 @@ class Clock:
         off = {kind: 1 - found.get(DEVICE, 0.0) for kind, found in at.items()}
         width, summed, kept = self.width, self.summed, self.kept or self.summed
         backwards = 1 if asked.no_sync else asked.accumulate
-        moved = max(off["gradients"], off["optimizer"]) if not recipe.in_backward else off["optimizer"]
+        there = asked.stepped_there
+        hosts = 0.0 if there else off["optimizer"]  # the part that the host steps
+        moved = max(off["gradients"], hosts) if not recipe.in_backward else hosts
         out = summed * self.sums * (moved + (backwards - 1) * off["gradients"])
         back = summed * self.sums * (backwards - 1) * off["gradients"]
         brought = width * self.parameters * off["parameters"] * 2 * asked.accumulate
         gone = sum(away.values()) * asked.accumulate
-        edits = width * self.updated * off["optimizer"]
-        news = width * self.updated * off["optimizer"] * (1 - off["parameters"])
+        edits = width * self.updated * hosts
+        news = width * self.updated * hosts * (1 - off["parameters"])
+        passing = self.updated * there * (kept * off["optimizer"] + width * off["parameters"])  # as much comes back
+        back += summed * self.sums * off["gradients"] * there
         slower = SPLIT if recipe.split else 1.0
-        host = self.updated * off["optimizer"] * ((2 * kept + summed) * slower) + 2 * (edits + news)
+        host = self.updated * hosts * ((2 * kept + summed) * slower) + 2 * (edits + news)
         host += gone + brought / 2  # what leaves or arrives is copied there
-        update = 2 * kept * self.updated * (1 - off["optimizer"]) * slower
+        update = 2 * kept * self.updated * (1 - hosts) * slower
         return Work(
             (8 if recompute else 6) * self.numel * self.tokens * asked.accumulate,
-            out + gone, back + brought + gone, edits + news, host, update, self._moves(at, away),
+            out + gone, back + brought + gone, edits + news + passing, host, update, self._moves(at, away),
             self.network(buckets),
         )  # fmt: skip
 

@@ -64,13 +64,15 @@ class LaidOut:
             rank = _fullest(cut, owned, placements, recipe.averaged(eighths), copies)
         resting = asked.resting(cut)
         along = asked.along(rank, ranks)
-        holding = states.of_recipe(cut, placements, rank, recipe, resting, replicas=copies, along=along)
+        there = asked.stepped_there
+        holding = states.of_recipe(cut, placements, rank, recipe, resting, replicas=copies, along=along, there=there)
         tiers = holding.tiers(padding_row=True)
         at_rest = states.together(tiers)
         how: dict[str, Any] = {"accumulate": asked.accumulate, "no_sync": asked.no_sync, "replicas": copies}
         how |= {"along": along}
         shown: dict[str, Any] = {"names": self._names, "several": self._several, "resting": resting, "shares": shares}
         shown |= {"prefetch": asked.comm.prefetch, "in_flight": asked.in_flight, "staged": asked.accelerator, **how}
+        shown |= {"rooms": instants.rooms_of(holding)}
         found = instants.instants(cut, placements, instants.item_sizes(recipe), rank, **shown)
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         whole = recipes.with_masters(recipes.cast_here(recipe.averaged(eighths), asked.fractions), asked.fractions)

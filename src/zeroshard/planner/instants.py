@@ -5,7 +5,8 @@
     backward of unit k    the root, unit k, the one just left and `prefetch` units before it, and the reductions
     reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it, and the
                           running sums of those that K replicas hand on, up to K more
-    step                  one bucket's gradients in the masters' dtype, where that is another; its split masters, joined
+    step                  one bucket's gradients in the masters' dtype, where that is another; its split masters,
+                          joined; states that rest elsewhere and are stepped here: of three buckets
     gather                after the step, into the replicated parameters' own memory: nothing
 
     peak = states at rest + the most of these
@@ -28,10 +29,21 @@ from ..layout.limits import IN_FLIGHT, LEAVING, PREFETCH, room
 from ..layout.partition import BucketPlan, Partition
 from ..layout.stage import ALONE, Placements, Seat, seat
 from .recipes import CODED, Recipe, exact
-from .states import At, Seats
+from .states import STAGING, At, Holding, Seats
 
 GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
 JOINED = "joined"
+
+
+class Rooms(NamedTuple):
+    """Bytes of the device's memory through which states pass on their way to a step and back.
+
+    most: in a step; one: of one bucket, as with the optimizer in backward; updated: of what its optimizer updates.
+    """
+
+    most: int
+    one: int
+    updated: int
 
 
 class ItemSizes(NamedTuple):
@@ -84,6 +96,14 @@ class Instant(NamedTuple):
         return {"name": self.name, "nbytes": dict(self.nbytes), "total": self.total}
 
 
+def rooms_of(holding: Holding) -> Rooms | None:
+    """Return the rooms of a rank that steps states on the device which rest elsewhere; None without any."""
+    if not (most := holding.rooms()):
+        return None
+    one = holding.rooms(most=1)
+    return Rooms(sum(most.values()), sum(one.values()), max(one.get("master", 0), one.get("parameters", 0)))
+
+
 def item_sizes(recipe: Recipe) -> ItemSizes:
     """Take the item sizes from a recipe."""
     eighths = recipe.in_8_bits
@@ -111,6 +131,7 @@ def instants(
     along: Seat = ALONE,
     shares: bool = False,
     staged: bool = False,
+    rooms: Rooms | None = None,
 ) -> list[Instant]:
     """List all named instants of a step on the device, in their order. `names[k]` is shown for unit k, if given.
 
@@ -118,6 +139,7 @@ def instants(
 
     shares: do ranks read each other's memory? Then each lends the others a copy of its shard of what they gather.
     staged: are sums made on an accelerator wherever they rest? Then some are still on their way from it.
+    rooms: of states that rest elsewhere and are stepped on the device; None without any.
     """
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     units = _in_units(partition.buckets)
@@ -143,9 +165,9 @@ def instants(
 
     reduced = _under_way(
         partition, placements, sizes, seats, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
-        resting=resting, shares=shares, staged=staged,
+        resting=resting, shares=shares, staged=staged, rooms=rooms,
     )  # fmt: skip
-    found = [_init(units, whole, sizes)]
+    found = [_init(units, whole, sizes, rooms)]
     for at, unit in enumerate(order):
         behind = at > 0 and order[at - 1] in several
         found.append(Instant(f"forward of {shown[unit]}", gathered(at, int(behind), prefetch)))
@@ -160,7 +182,7 @@ def instants(
         found += _each_bucket(units[0], reduced, gathered(0, 0, 1))
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     averages = [] if placements.optimizer or sizes.in_backward else trained
-    stepped = {} if sizes.in_backward else _step(partition, placements, sizes, seats, resting)
+    stepped = {} if sizes.in_backward else _step(partition, placements, sizes, seats, resting, rooms)
     found.append(Instant("step", _some(stepped, lent(averages, "gradients"))))
     spread = trained if placements.optimizer and not (placements.parameters or _once(resting)) else []
     passing = {GATHER: _published(trained, placements, sizes, resting)}
@@ -185,17 +207,20 @@ def _window(order: Sequence[int], whole: Mapping[int, int], at: int, behind: int
 
 def _under_way(
     partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, in_flight: int, *, fresh: bool,
-    no_sync: bool, resting: At | None, shares: bool, staged: bool,
+    no_sync: bool, resting: At | None, shares: bool, staged: bool, rooms: Rooms | None,
 ) -> Mapping[int, dict[str, int]]:  # fmt: skip
     """Return {bucket: {state: bytes}} of reductions, and of sums that leave an accelerator if they are made there."""
     found = _reductions(
-        partition, placements, sizes, seats, in_flight, fresh=fresh, no_sync=no_sync, resting=resting, shares=shares
-    )
+        partition, placements, sizes, seats, in_flight, fresh=fresh, no_sync=no_sync, resting=resting, shares=shares,
+        rooms=rooms,
+    )  # fmt: skip
     joined = 0
     if sizes.in_backward and sizes.split:  # one bucket's masters while it is updated, as the next one lands
         each = (_joined(b, placements, sizes.of(b), seats.of(b), resting) for b in partition.buckets if b.trainable)
         joined = max(each, default=0)
     found = {at: {**table, JOINED: joined} for at, table in found.items()} if joined else found
+    if sizes.in_backward and rooms is not None:
+        found = {at: {**table, STAGING: rooms.one} for at, table in found.items()}
     return _leaving(partition, sizes, seats, resting, found) if staged else found
 
 
@@ -248,23 +273,27 @@ def _some(*tables: Mapping[str, int]) -> dict[str, int]:
     return {state: nbytes for table in tables for state, nbytes in table.items() if nbytes}
 
 
-def _init(units: Mapping[int, list[BucketPlan]], whole: Mapping[int, int], sizes: ItemSizes) -> Instant:
+def _init(
+    units: Mapping[int, list[BucketPlan]], whole: Mapping[int, int], sizes: ItemSizes, rooms: Rooms | None
+) -> Instant:
     """Return the instant of building a unit: gathered, beside one bucket of it in the dtype of what is updated."""
     gathered = max(whole.values(), default=0)
     build = max(
         (_nbytes(bucket.numel, sizes.of(bucket).updated) for run in units.values() for bucket in run), default=0
     )
-    return Instant("init", _some({GATHER: gathered, BUILD: build}))
+    return Instant("init", _some({GATHER: gathered, BUILD: build, STAGING: rooms.updated if rooms is not None else 0}))
 
 
 def _step(
-    partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, resting: At | None
-) -> dict[str, int]:
+    partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, resting: At | None,
+    rooms: Rooms | None,
+) -> dict[str, int]:  # fmt: skip
     """Return the most that a bucket's gradients take once they are in the dtype of what the optimizer updates."""
     trained = [bucket for bucket in partition.buckets if bucket.trainable]
     joined = [_joined(b, placements, sizes.of(b), seats.of(b), resting) for b in trained]
-    upcast = max((_upcast(b, placements, sizes, seats.of(b), resting) for b in trained), default=0)
-    return {UPCAST: upcast, JOINED: max(joined, default=0)}
+    there = rooms is not None
+    upcast = max((_upcast(b, placements, sizes, seats.of(b), resting, there=there) for b in trained), default=0)
+    return {UPCAST: upcast, JOINED: max(joined, default=0), STAGING: rooms.most if rooms is not None else 0}
 
 
 def _joined(bucket: BucketPlan, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
@@ -276,10 +305,17 @@ def _joined(bucket: BucketPlan, placements: Placements, sizes: ItemSizes, sits: 
     return _nbytes(last - first, sizes.updated)
 
 
-def _upcast(bucket: BucketPlan, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:
-    """Return a bucket's bytes of gradients in the dtype of what is updated; 0 if they have it, or off the device."""
+def _upcast(
+    bucket: BucketPlan, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None, *, there: bool
+) -> int:
+    """Return a bucket's bytes of gradients that are copied for the device's optimizer, in the dtype of what it updates.
+
+    there: does the device step states that rest elsewhere?
+    """
     sizes = sizes.of(bucket)
-    if sizes.gradients == sizes.updated or not _on_device(resting, bucket, "optimizer"):
+    steps = there or _on_device(resting, bucket, "optimizer")
+    lie_there = sizes.in_backward or _on_device(resting, bucket, "gradients")
+    if not steps or (sizes.gradients == sizes.updated and (lie_there or not there)):
         return 0
     first, last = bucket.held(sits, placements.optimizer)
     return _nbytes(last - first, sizes.updated)
@@ -296,15 +332,11 @@ class _Updates:
     """
 
     def __init__(
-        self,
-        placements: Placements,
-        sizes: ItemSizes,
-        seat: Callable[[BucketPlan], Seat],
-        resting: At | None,
-        allowed: int,
-    ) -> None:
+        self, placements: Placements, sizes: ItemSizes, seat: Callable[[BucketPlan], Seat], resting: At | None,
+        allowed: int, *, there: bool,
+    ) -> None:  # fmt: skip
         """Begin with nothing landed."""
-        self._asked = placements, sizes, seat, resting
+        self._asked, self._there = (placements, sizes, seat, resting), there
         self._here: list[BucketPlan] = []  # the oldest first
         self._waits = 0 if placements.optimizer else min(allowed, 1)
         self._most: dict[str, int] = {}
@@ -325,7 +357,7 @@ class _Updates:
         placements, sizes, seat, resting = self._asked
         self._most = max(self._most, self._held(0), key=_total)
         while len(self._here) > waits:
-            copied = _upcast(self._here[0], placements, sizes, seat(self._here[0]), resting)
+            copied = _upcast(self._here[0], placements, sizes, seat(self._here[0]), resting, there=self._there)
             self._most = max(self._most, self._held(copied), key=_total)
             self._here.pop(0)
 
@@ -416,6 +448,7 @@ def _reductions(
     no_sync: bool,
     resting: At | None,
     shares: bool = False,
+    rooms: Rooms | None = None,
 ) -> dict[int, dict[str, int]]:
     """Return {bucket: {state: bytes} of reductions once the bucket has been sent}, last bucket first.
 
@@ -438,7 +471,7 @@ def _reductions(
     trainable = [bucket for bucket in partition.buckets if bucket.trainable]
     kept = not (shares or sizes.in_backward or placements.gradients)
     replicas = seats.everyone.replicas
-    updates = _Updates(placements, sizes, seats.of, resting, in_flight)
+    updates = _Updates(placements, sizes, seats.of, resting, in_flight, there=rooms is not None)
     messages = _Counted()
     contributions = _Counted() if shares else None
     sums = _Sums(messages, contributions, replicas, updates.land)

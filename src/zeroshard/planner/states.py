@@ -8,10 +8,10 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from ..events import DEVICE, HOST, NVME
-from ..layout.limits import PIECES, STAGING_ROOMS, aligned
+from ..layout.limits import PIECES, ROOMS, STAGING_ROOMS, aligned
 from ..layout.partition import BucketPlan, Partition, Slot
 from ..layout.stage import ALONE, SAVED, STATES, Degree, Placements, Seat, seat
-from ..layout.states import TIERS, Resting, Row, resting
+from ..layout.states import TIERS, Master, Resting, Row, resting
 from .recipes import PADDING, Recipe, exact, formats
 from .traffic import NOTHING, Moved, Traffic, moved, passes, relayed, running, shared, split, widths
 
@@ -47,11 +47,15 @@ def reserved(
     rows: Sequence[Row],
     kept: Callable[[BucketPlan, Slot], Kept],
     tier: str = DEVICE,
+    *,
+    passing: bool = False,
 ) -> Iterator[Reserved]:
-    """Yield what is reserved for each state of a bucket. tier: of the optimizer's states.
+    """Yield what is reserved for each state of a bucket. tier: of the optimizer's states. passing: are they in memory,
+    or on the device, for a step only?
 
-    A bucket stores its padding with each state. An optimizer sees fragments, which have none. But in a file a state per
-    element has room for the whole bucket, and the optimizer's other states then rest in host memory.
+    A bucket stores its padding with each state. An optimizer sees fragments, which have none. But where states pass, as
+    from a file, a state per element has room for the whole bucket; the optimizer's other states then rest in host
+    memory.
     """
 
     def store(row: Row) -> Reserved:
@@ -71,7 +75,7 @@ def reserved(
         numel = math.prod(slot.matrix) if slot.matrix else held
         for _ in range(held // numel if numel else 0):  # else the optimizer has no state of it on this rank
             for state, (itemsize, grows) in kept(bucket, slot).items():
-                if grows == 1 and tier == NVME:
+                if grows == 1 and passing:
                     filed[state] = itemsize
                 else:
                     beside = HOST if tier == NVME else tier
@@ -131,6 +135,7 @@ class Holding(NamedTuple):
     at: At | None = None
     accumulated: bool = True
     seen: dict[int, list[Reserved]] | None = None  # what was reserved for each bucket, where that stays as it is
+    there: bool = False  # are states that rest elsewhere stepped on the device?
 
     def tier(self, bucket: BucketPlan) -> Mapping[str, str]:
         """Return the tier of each kind of a bucket's states."""
@@ -145,7 +150,8 @@ class Holding(NamedTuple):
 
     def _reserved(self, bucket: BucketPlan) -> Iterator[Reserved]:
         rows, tier = self.resting(bucket).rows, self.tier(bucket)["optimizer"]
-        return reserved(bucket, self.placements, self.seats.of(bucket), rows, self.kept, tier)
+        passing = tier == NVME or (self.there and tier != DEVICE)
+        return reserved(bucket, self.placements, self.seats.of(bucket), rows, self.kept, tier, passing=passing)
 
     def tiers(self, *, padding_row: bool = False) -> Tiers:
         """Count {tier: {state: bytes}} at rest.
@@ -190,13 +196,32 @@ class Holding(NamedTuple):
         }
 
     def rounding(self) -> int:
-        """Count the bytes of whole pinned pages beyond what rests in them. An optimizer's own states are not pinned."""
+        """Count the bytes of whole pinned pages beyond what rests in them. An optimizer's own states are pinned if they
+        come to the device for each step."""
         return sum(
             aligned(each.nbytes) - each.nbytes
             for bucket in self.partition.buckets
             for each in self.reserved(bucket)
-            if each.tier == HOST and each.state in ("parameters", "gradients", "master")
+            if each.tier == HOST
+            and (each.state in ("parameters", "gradients", "master") or each in self._passing(bucket))
         )
+
+    def _passing(self, bucket: BucketPlan) -> list[Reserved]:
+        """List the states of a bucket that come to the device for each step, and rest elsewhere."""
+        if not (self.there and bucket.trainable) or self.tier(bucket)["optimizer"] == DEVICE:
+            return []
+        kept = {state for slot in bucket.slots for state, (_, grows) in self.kept(bucket, slot).items() if grows == 1}
+        kept.add("parameters" if self.resting(bucket).master is Master.NONE else "master")
+        return [each for each in self.reserved(bucket) if each.state in kept and each.numel]
+
+    def rooms(self, most: int = ROOMS) -> dict[str, int]:
+        """Count the bytes of the rooms of the device through which states pass on their way to a step: {state: bytes},
+        for so many buckets at once."""
+        passing: dict[str, list[int]] = {}
+        for bucket in self.partition.buckets:
+            for each in self._passing(bucket):
+                passing.setdefault(each.state, []).append(math.ceil(each.nbytes))
+        return {state: min(most, len(each)) * max(each) for state, each in passing.items()}
 
     def pinned(self) -> int:
         """Return the most that the pieces take through which an accelerator's states and sums are cast on the host."""
@@ -204,9 +229,10 @@ class Holding(NamedTuple):
         for bucket in self.partition.buckets:
             at, formats = self.tier(bucket), self.resting(bucket).formats
             first, last = bucket.held(self.seats.of(bucket), self.placements.optimizer)
-            if bucket.trainable and at["optimizer"] == DEVICE != at["gradients"] and self.accumulated:
+            there = self.there or at["optimizer"] == DEVICE
+            if bucket.trainable and there and at["gradients"] != DEVICE and self.accumulated:
                 each.append(math.ceil((last - first) * formats.master.itemsize))  # averages, for the device's optimizer
-            if bucket.trainable and at["optimizer"] != DEVICE:
+            if bucket.trainable and not there:
                 # Sums that are used as they come pass too, in the format of what they update.
                 sums = formats.master.itemsize if not self.accumulated else 0
                 updates = formats.parameters.itemsize if at["parameters"] == DEVICE else 0
@@ -241,8 +267,12 @@ def of_recipe(
     *,
     replicas: int = 1,
     along: Seat = ALONE,
+    there: bool = False,
 ) -> Holding:
-    """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients."""
+    """Return a rank's `Holding` by a recipe, on a GPU. As in the engine, only trainable buckets have gradients.
+
+    there: are states that rest elsewhere stepped on the GPU?
+    """
     rest_as = {fp8: formats(recipe.in_8_bits if fp8 and recipe.in_8_bits else recipe) for fp8 in (False, True)}
     kept: dict[str, tuple[Fraction | int, int]] = {
         **{state: (exact(nbytes), 1) for state, nbytes in recipe.optimizer.items() if state != "master"},
@@ -262,7 +292,8 @@ def of_recipe(
         return alike[key]
 
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
-    return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at, not recipe.in_backward, {})
+    accumulated = not recipe.in_backward
+    return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at, accumulated, {}, there)
 
 
 def _scales(bucket: BucketPlan, scaling: str) -> int:

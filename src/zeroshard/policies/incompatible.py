@@ -42,6 +42,7 @@ class Settings(NamedTuple):
     gradients: Any = "device"  # Offload.gradients
     activations: str = "device"  # Offload.activations
     files: bool = False  # does anything rest in files?
+    stepped_there: bool = False  # Offload(step="device"), with an optimizer that rests elsewhere
     automatic: bool = False  # Offload("auto")
     accumulate: int = 1  # backwards per step, as plans ask
     no_sync: bool = False
@@ -88,6 +89,7 @@ def settings(
     if offload is not None:
         others |= {"once": offload.once, "gradients": gradients_of(offload), "files": offload.in_files}
         others |= {"activations": offload.activations, "automatic": offload.automatic}
+        others |= {"stepped_there": offload.stepped_there}
     return Settings(
         stage=stage,
         bounds=layout.bounds,
@@ -170,6 +172,12 @@ REFUSALS = (
         lambda s: s.spread and s.split_master,
         "split masters lie beside the parameters that they are halves of, and other ranks have some of these",
         'Comm(optimizer="team"), or whole masters',
+    ),
+    Refusal(
+        ("Precision(split_master=True)", 'Offload(step="device")'),
+        lambda s: s.split_master and s.stepped_there,
+        "split masters are joined with their parameters where they rest, and are stepped there",
+        'Offload(step="host"), or no split_master',
     ),
     Refusal(
         ("Precision(split_master=True)", 'Offload(parameters="shared")'),

@@ -37,6 +37,7 @@ _FIELDS = {
     ).or_none(),
     **{name: Field(lambda given: isinstance(given, str), 'is a size such as "24GB"').or_none() for name in BUDGETS},
     "digests": FLAG,
+    "step": one_of(Literal["host", "device"], "names a processor"),
     "activations": one_of(Literal["device", "cpu", "nvme"], "names a tier"),
 }
 
@@ -49,6 +50,9 @@ class Offload:
     gradients: the accumulators. optimizer: its states, and masters where there are any; it steps on the CPU.
     Each may also be a number, the fraction of the bytes that rests in host memory (the rest stays on the device), or
         fractions by tier: `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
+    step: the processor that steps states that rest beside an accelerator. "host": where they rest, so that only
+        gradients and weights cross the bus. "device": they cross it too, bucket by bucket, and have the bits of states
+        on the device. On the CPU both are one.
     path: where files go (needed for "nvme"): a folder on a local disk, not on tmpfs. Each rank makes a folder of its
         own in it, and removes it at the end; what killed runs have left goes at the next start.
     activations: what forward saves for backward, "cpu" or "nvme" as a whole: it goes out behind each unit's forward and
@@ -66,13 +70,15 @@ class Offload:
         the rest, and a rank's part of what is free of the host's and of the disk of `path`. Without `path` none rest in
         files. All ranks choose by the smallest. The other fields are not given beside it.
 
-    Changes no bits on the CPU: any choice gives the same ones. With a GPU, the CPU's AdamW gives other bits than the
-        GPU's; these are the same at every stage. `zeroshard plan` says what a choice costs in time.
+    Changes no bits on the CPU, nor with a GPU that steps: any choice gives the same ones. The host beside a GPU gives
+        other bits than the GPU's AdamW; these are the same at every stage. `zeroshard plan` says what a choice costs in
+        time.
     """
 
     parameters: Where = "device"
     gradients: Where = "device"
     optimizer: Where = "device"
+    step: Literal["host", "device"] = "host"
     path: str | os.PathLike[str] | None = None
     digests: bool = True
     activations: str = "device"
@@ -110,7 +116,13 @@ class Offload:
 
     def _is_automatic(self) -> bool:
         """Check the fields of an automatic `Offload`, and that any other has no budgets. Return if it is automatic."""
-        others = {"gradients": "device", "optimizer": "device", "activations": "device", "digests": True}
+        others = {
+            "gradients": "device",
+            "optimizer": "device",
+            "activations": "device",
+            "digests": True,
+            "step": "host",
+        }
         given = [name for name, usual in others.items() if getattr(self, name) != usual]
         if self.automatic and given:
             raise UserError(
@@ -131,6 +143,11 @@ class Offload:
     def automatic(self) -> bool:
         """True until `shard` has chosen where states rest; till then all count as on the device."""
         return self.parameters == AUTO
+
+    @property
+    def stepped_there(self) -> bool:
+        """True if an optimizer's states come to the device for each step."""
+        return self.step == "device" and self.tiers("optimizer") != {DEVICE: 1.0}
 
     @property
     def in_files(self) -> bool:

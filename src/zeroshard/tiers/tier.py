@@ -33,6 +33,7 @@ class Rest:
 
     on_device = False  # does `tensor` lie in memory that the device computes with?
     on_demand = False  # is `tensor` there only inside `here()`?
+    pinned = False  # does the device copy from and to it by itself, with no wait of the host?
     lands_at_once = False  # must a gather into it land before the program goes on?
 
     def __init__(self, tensor: Tensor) -> None:
@@ -69,8 +70,13 @@ class Rest:
 
     def give(self, start: int, to: Tensor) -> None:
         """Fill `to`, of the device, with elements from `start` on, in the order of the current stream."""
+        self.bring(start, to).wait()
+
+    def bring(self, start: int, to: Tensor) -> DeviceEvent:
+        """Begin to fill `to`, of the device, with elements from `start` on. It is filled at the event."""
         with self.here(changed=False) as tensor:
             to.copy_(tensor[start : start + to.numel()])
+        return event(to.device)
 
     def take_each(self, parts: Sequence[tuple[int, Tensor]]) -> DeviceEvent:
         """`take` several runs of (start, values). No other elements of this rest count."""
@@ -105,6 +111,8 @@ class OnDevice(Rest):
 class Pinned(Rest):
     """A rest in host memory, with which a device copies asynchronously: `here` waits until the copies are through."""
 
+    pinned = True
+
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
         self._written = self._read = DeviceEvent()  # the ends of the device's last write here, and last read
@@ -121,10 +129,10 @@ class Pinned(Rest):
         self._written = sent(self.tensor[start : start + values.numel()], values)
         return self._written
 
-    def give(self, start: int, to: Tensor) -> None:
+    def bring(self, start: int, to: Tensor) -> DeviceEvent:
         self._written.wait()
         self._read = sent(to, self.tensor[start : start + to.numel()])
-        self._read.wait()
+        return self._read
 
     def same_as(self, tensor: Tensor) -> bool:
         self._written.finish()
@@ -153,7 +161,7 @@ class Part(NamedTuple):
 
     def plain(self) -> Tensor | Part:
         """Return the tensor itself if it is always in memory, else this part."""
-        moves = self.rest.on_demand or isinstance(self.rest, Pinned)
+        moves = self.rest.on_demand or self.rest.pinned
         return self if moves else self.rest.tensor[self.start : self.stop].view(self.shape)
 
     @contextlib.contextmanager

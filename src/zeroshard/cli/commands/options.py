@@ -73,6 +73,9 @@ class Tiers:
     offload_activations: Annotated[
         str, unset(WHERE, "What forward saves for backward; --offload leaves it on the device.", "device|cpu|nvme")
     ] = ""
+    offload_step: Annotated[
+        str, unset(WHERE, "Which steps states that rest beside a GPU: the host, or the GPU itself.", "host|device")
+    ] = ""
 
 
 def tiers_of(options: dict[str, Any]) -> dict[str, str]:

@@ -89,6 +89,7 @@ class Assembly:
     givers: dict[str, int | None] = field(default_factory=dict)  # see `preflight.givers`
     native: bool = False  # does the backend add up gradients?
     own_buffers: bool = False  # does each rank keep buffers of its own?
+    kept: dict[str, Any] = field(default_factory=dict)  # what features have made for all buckets together
     told: bool = False  # do all ranks know of an exception that is raised now?
 
     def __post_init__(self) -> None:
@@ -229,7 +230,7 @@ class Assembly:
                 params = [by_name[slot.name].param for slot in plan.slots]
                 tiers = {state: self.tiers[name] for state, name in self.resting[plan.index].items()}
                 for feature in features():
-                    tiers |= feature.tiers(self)
+                    tiers |= feature.tiers(self, plan, tiers)
                 align, placed = self.partition.align, self.placements
                 codec = first(each.codec(self, plan) for each in features()) or Plain
                 where = self.group, self.tier, tiers, self.saved

@@ -387,8 +387,8 @@ def _address(param: Tensor) -> int:
 
 
 def rests_away(bucket: Bucket) -> bool:
-    """Tell if optimizer states of this bucket rest in files."""
-    return bucket.tiers["optimizer"].name == NVME
+    """Tell if optimizer states of this bucket are in memory for the optimizer only while it is stepped."""
+    return bucket.tiers["optimizer"].on_demand
 
 
 def fixed_shapes(optimizer: Any) -> dict[str, set[tuple[int, ...]]]:

@@ -257,10 +257,10 @@ class Binding(Transaction):
                     continue  # the writer was a step that an exception ended
                 self.group.report(
                     StateError(
-                        "an optimizer's part of the parameters was edited while it rests in a file, or in halves",
+                        "an optimizer's part of the parameters was edited while it rests elsewhere, or in halves",
                         where=f"optimizer {self.number}, unit {self.group.progress.units[bucket.plan.index]!r}",
                         instead="edit the model's parameters inside `with zero.gathered():`, or keep optimizer states "
-                        'whole in memory: Offload(optimizer="cpu"), no split_master',
+                        'whole where it steps: Offload(optimizer="cpu", step="host"), no split_master',
                     )
                 )
                 continue

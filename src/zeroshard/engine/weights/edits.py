@@ -102,7 +102,7 @@ class Edits:
         bucket, parameters = self._bucket, self._bucket.parameters
         bucket.rebind()
         try:
-            silent = not asked and self._silent and not parameters.on_demand
+            silent = not asked and self._silent and (parameters.pinned or not parameters.on_demand)
             if not silent and parameters.rest.same_as(bucket.mine):
                 return False
             bucket.codec.before_taking_back()

@@ -32,7 +32,7 @@ from ...errors import TierError
 from ...events import ends
 from ...layout.partition import BucketPlan
 from ...layout.stage import Degree
-from ...tiers.tier import Part, Pinned, Rest, Tier
+from ...tiers.tier import Part, Rest, Tier
 
 
 class Flat:
@@ -98,7 +98,7 @@ class Flat:
     @property
     def pinned(self) -> bool:
         """Tell if it is in pinned memory, which the device copies asynchronously."""
-        return isinstance(self.rest, Pinned)
+        return self.rest.pinned
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
@@ -215,8 +215,7 @@ class Flat:
         On a `TierError` it is reported, and `to` is filled with NaN.
         """
         try:
-            # A device that reads pinned memory waits for its own writes there; the host need not.
-            with contextlib.nullcontext() if self.pinned else self.here(changed=False), self.copied(to.nbytes):
+            with self.copied(to.nbytes):
                 self.rest.give(first - self.first, to)
         except TierError as error:
             self.group.report(error)

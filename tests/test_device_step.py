@@ -1,0 +1,256 @@
+"""`Offload(step="device")`: states that rest beside the device are stepped on it, with the bits of states on the device.
+
+On an emulated accelerator, whose AdamW rounds otherwise than the CPU's, as that of every GPU does.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import emulated
+import ranks
+import reference
+import zeroshard
+from test_emulated_grid import (
+    BACKWARDS,
+    DTYPES,
+    OFFLOADS,
+    STAGES,
+    STEPS,
+    adam,
+    assert_same,
+    batch,
+    build,
+    history_and_weights,
+    loss,
+    norm,
+)
+from test_emulated_offload import BATCH, BATCH_ARRIVES, WIDTH, backward, moved, sharded
+from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.errors import StateError, UserError
+
+TIERS = {name: OFFLOADS[name] for name in ("optimizer", "host", "nvme")}
+
+
+def offload(tiers, folder):
+    return Offload(**TIERS[tiers], step="device", path=folder if tiers == "nvme" else None)
+
+
+def plain(dtype, world):
+    """Losses, norms and weights of plain PyTorch, stepped on the device."""
+    model = build()
+    settings = {"world": world, "steps": STEPS, "backwards": BACKWARDS, "clip": 0.5, "norm": norm}
+    if dtype is None:
+        return reference.accumulate(model, adam(model.parameters()), batch, loss, **settings), reference.weights(model)
+    history, _ = reference.accumulate_with_masters(model, adam, batch, loss, dtype=dtype, **settings)
+    return history, reference.weights(model)
+
+
+def made(stage, dtype, tiers, folder, **comm):
+    model = build()
+    optimizer = adam(model.parameters())
+    zero = zeroshard.shard(
+        model, optimizer, stage=stage, precision=Precision(param_dtype=dtype), layout=Layout(bucket_mib=0.0005),
+        comm=Comm(**comm), offload=offload(tiers, folder),
+    )  # fmt: skip
+    return model, optimizer, zero
+
+
+def equal(dtype, tiers, stages, comm, seeds, folder):
+    from emulated.device import device
+    from emulated.streams import Order
+
+    device().rounds_otherwise.add("_fused_adamw_")  # a state that the host steps is found
+    want = plain(DTYPES[dtype], ranks.world())
+    for seed in seeds:
+        for stage in stages:
+            device().synchronize()
+            device().machine.order = Order(1000 * seed + 100 * stage + ranks.rank())
+            assert_same(history_and_weights(*made(stage, DTYPES[dtype], tiers, folder, **comm)), want, (stage, tiers))
+
+
+FIRST = {("optimizer", "bf16"): (1,), ("host", "fp32"): (3,), ("nvme", "bf16"): (2,)}  # stages in `make test`
+ALL = [
+    pytest.param(t, d, STAGES, range(1, 4), id=f"{t}-{d}-all", marks=pytest.mark.full) for t in TIERS for d in DTYPES
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("tiers", "dtype", "stages", "seeds"), [*((*k, v, (0,)) for k, v in FIRST.items()), *ALL])
+def test_states_beside_the_device_are_stepped_on_it(tiers, dtype, stages, seeds, tmp_path):
+    emulated.run(2, equal, dtype, tiers, stages, {}, seeds, str(tmp_path), elsewhere=True, timeout=550)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("comm", [{"replicas": 2}, {"replicas": 2, "optimizer": "all"}, {"hosts": 2}], ids=str)
+@pytest.mark.parametrize("tiers", TIERS)
+def test_replicas_have_the_same_bits(tiers, comm, tmp_path):
+    emulated.run(4, equal, "bf16", tiers, (1, 3), comm, (1,), str(tmp_path), timeout=550)
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def third_step(stage, where):
+    """Elements of the own shards; what a third step moved over the bus, and for what the host waited."""
+    model, optimizer, zero = sharded(stage, torch.bfloat16, Offload(**where, step="device"))
+    for number in range(3):
+        torch.emu.synchronize()
+        with emulated.counted() as counts:
+            backward(model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    own = sum(bucket.shard_numel(zero.rank) for bucket in zero.partition.buckets)
+    return own, moved(counts), dict(counts.drains)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_step_moves_states_once_each_way_and_the_host_waits_for_none(stage):
+    """Master and two moments, 12 bytes an element; sums that rest in host memory leave and come as well."""
+    arrives = BATCH * WIDTH * 2
+    for own, ways, waits in emulated.run(2, third_step, stage, {"optimizer": "cpu"}, seed=1):
+        assert ways == {"to the host": 12 * own, "to the device": 12 * own + arrives}
+        assert waits == {BATCH_ARRIVES: 1}
+    for own, ways, _ in emulated.run(2, third_step, stage, TIERS["optimizer"], seed=1):
+        assert ways == {"to the host": 16 * own, "to the device": 16 * own + arrives}
+
+
+# --- what else is done with states ------------------------------------------------------------------------------------
+
+
+def saved_and_loaded(tiers, folder):
+    """Steps; a save; steps; a load and the same steps again, also by an engine whose states are on the device."""
+    settings = {"steps": 2, "clip": 0.5}
+
+    def steps(model, optimizer):
+        reference.loop(model, optimizer, batch, loss, ranks.rank(), ranks.world(), BACKWARDS, **settings)
+
+    def weights(model, zero):
+        with zero.gathered():
+            return {name: each.clone() for name, each in reference.weights(model).items()}
+
+    model, optimizer, zero = made(3, torch.bfloat16, tiers, folder)
+    steps(model, optimizer)
+    zero.save(f"{folder}/saved")
+    steps(model, optimizer)
+    want = weights(model, zero)
+    zero.load(f"{folder}/saved")
+    steps(model, optimizer)
+    reference.assert_same(weights(model, zero), want)
+    other = build()
+    plainly = adam(other.parameters())
+    elsewhere = zeroshard.shard(other, plainly, stage=1, precision=Precision(param_dtype=torch.bfloat16))
+    elsewhere.load(f"{folder}/saved")
+    steps(other, plainly)
+    reference.assert_same(weights(other, elsewhere), want)
+    elsewhere.save(f"{folder}/again")
+    zero.load(f"{folder}/again")
+    reference.assert_same(weights(model, zero), want)
+
+
+@pytest.mark.parametrize(
+    "tiers", ["optimizer", pytest.param("host", marks=pytest.mark.full), pytest.param("nvme", marks=pytest.mark.full)]
+)
+def test_checkpoints_go_from_and_to_states_on_the_device(tiers, tmp_path):
+    emulated.run(2, saved_and_loaded, tiers, str(tmp_path))
+
+
+def edited(tiers, folder):
+    """Weights that are edited inside gathered() train on as those of states on the device."""
+    found = []
+    for where in (offload(tiers, folder), None):
+        model = build()
+        zero = zeroshard.shard(
+            model, optimizer := adam(model.parameters()), stage=2, precision=Precision(param_dtype=torch.bfloat16),
+            offload=where,
+        )  # fmt: skip
+        for step in range(4):
+            loss(model, batch(step, ranks.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                with zero.gathered(), torch.no_grad():
+                    model.first.weight[:2] = 0.25
+        with zero.gathered():
+            found.append({name: each.clone() for name, each in reference.weights(model).items()})
+    reference.assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    "tiers", ["optimizer", pytest.param("host", marks=pytest.mark.full), pytest.param("nvme", marks=pytest.mark.full)]
+)
+def test_edits_of_weights_are_followed(tiers, tmp_path):
+    emulated.run(2, edited, tiers, str(tmp_path))
+
+
+def in_backward(tiers, folder):
+    found = []
+    for where in (offload(tiers, folder), None):
+        model = build()
+        optimizer = adam(model.parameters())
+        zero = zeroshard.shard(
+            model, optimizer, stage=3, precision=Precision(param_dtype=torch.bfloat16), offload=where,
+            optimizer_in_backward=True,
+        )  # fmt: skip
+        for step in range(3):
+            loss(model, batch(step, ranks.rank())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            found.append({name: each.clone() for name, each in reference.weights(model).items()})
+    reference.assert_same(*found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", [{"optimizer": "cpu"}, {"optimizer": "nvme"}], ids=str)
+def test_backward_steps_them_too(where, tmp_path, monkeypatch):
+    TIERS["alone"] = where
+    emulated.run(2, in_backward, "alone" if "cpu" in where.values() else "nvme", str(tmp_path))
+
+
+def refusals():
+    """What is said of an edit of an optimizer's part, and of halves of masters."""
+    model, optimizer, _ = made(1, torch.bfloat16, "optimizer", "")
+    loss(model, batch(0, ranks.rank())).backward()
+    optimizer.step()
+    with torch.no_grad():
+        optimizer.param_groups[0]["params"][0].fill_(1)
+    with pytest.raises(StateError) as edit:
+        loss(model, batch(1, ranks.rank())).backward()
+        optimizer.step()
+    other = build()
+    with pytest.raises(UserError) as halves:
+        zeroshard.shard(
+            other, adam(other.parameters()), stage=1, offload=Offload(optimizer="cpu", step="device"),
+            precision=Precision(param_dtype=torch.bfloat16, split_master=True),
+        )  # fmt: skip
+    return str(edit.value), str(halves.value)
+
+
+def test_what_does_not_go_with_it_is_refused_by_name():
+    for edit, halves in emulated.run(2, refusals):
+        assert "was edited while it rests elsewhere" in edit and 'step="host"' in edit
+        assert "split masters are joined with their parameters where they rest" in halves
+    with pytest.raises(UserError, match="Offload.step names a processor"):
+        Offload(optimizer="cpu", step="gpu")
+
+
+def on_the_cpu():
+    found = []
+    for step in ("host", "device"):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = zeroshard.shard(model, optimizer, offload=Offload(optimizer="cpu", step=step))
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with zero.gathered():
+            found.append({name: each.clone() for name, each in model.named_parameters()})
+    reference.assert_same(*found)
+
+
+def test_where_the_device_is_the_host_nothing_changes():
+    ranks.run(2, on_the_cpu)

@@ -220,3 +220,130 @@ def test_masks_in_an_attribute_work_where_ranks_hold_all():
     zeroshard.shard(sharded, same, stage=0)
     train(sharded, same, range(2))
     reference.assert_same(reference.weights(sharded), reference.weights(model))
+
+
+class Projected(Counting):
+    """Its states are objects, as GaLore's projectors, which a step makes or `__init__`."""
+
+    def __init__(self, params, early):
+        super().__init__(params)
+        if early:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["projector"] = Projector()
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["projector"] = Projector()
+
+
+class Projector:
+    def __init__(self):
+        self.rank = 2
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["there", "of the first step"])
+def test_a_state_that_is_an_object_is_refused_by_name(stage, early):
+    said = said_at_shard(build, stage, Projected, early)
+    assert "keeps a state that is neither a tensor nor a number or text" in said
+    assert "Projected, optimizer 0, optimizer.state[param]['projector']" in said
+    assert "Projector with ['rank']" in said and "self.state[p]['projector_rank']" in said
+
+
+class AtParameters(Counting):
+    """Its momentum is an attribute of the parameter, made in its first step; one that it only reads is no state."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.momentum = getattr(p, "momentum", 0) * getattr(p, "decay", 0.5) + p.grad
+                p.sub_(p.momentum, alpha=0.1)
+
+
+class Forgetting(AtParameters):
+    unsaved = ("momentum",)
+
+
+def test_what_a_step_keeps_in_an_attribute_of_parameters_is_refused_by_name(stage):
+    said = said_at_shard(build, stage, AtParameters)
+    assert "AtParameters, optimizer 0, attribute 'momentum' of a parameter" in said
+    assert "got: None before a trial's steps, of shape (8, 8) after" in said
+    assert "self.state[p]['momentum'] in place of p.momentum" in said
+
+
+def test_an_attribute_of_parameters_that_a_resumed_run_does_not_need_works(stage):
+    model, optimizer = build(Forgetting)
+    model[0].weight.decay = torch.full((7, 9), 0.25)
+    train(model, optimizer, range(2))
+    sharded, same = build(Forgetting)
+    sharded[0].weight.decay = torch.full((7, 9), 0.25)
+    zero = zeroshard.shard(sharded, same, stage=stage)
+    train(sharded, same, range(2))
+    with zero.gathered():
+        reference.assert_same(reference.weights(sharded), reference.weights(model))
+
+
+class Listing(Counting):
+    """It walks a list of its own, and not its groups."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.pairs = [("a name", p) for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for _, p in self.pairs:
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+def test_an_optimizer_that_walks_a_list_of_its_own_hears_of_its_groups(stage):
+    said = said_at_shard(build, stage, Listing)
+    assert "Listing, optimizer 0, attribute 'pairs'" in said
+    assert "walk self.param_groups in step(): these are this rank's parts" in said
+
+
+class Masking(torch.optim.SGD):
+    """The cure of a list of masks: each is a state, made in `__init__`, which the trial has too."""
+
+    elementwise = True
+
+    def __init__(self, params):
+        super().__init__(params, 0.1)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["mask"] = torch.arange(p.numel()).view(p.shape) % 3 > 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.mul_(self.state[p]["mask"])
+
+
+class Norming(Masking):
+    """It says that it is elementwise, and is not."""
+
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            p.data.div_(p.norm())
+
+
+def of_kind(kind, stage):
+    model, optimizer = build(kind)
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    train(model, optimizer, range(3))
+    with zero.gathered():
+        return reference.weights(model)
+
+
+def test_states_made_at_construction_are_tried_and_cut(stage):
+    model, optimizer = build(Masking)
+    train(model, optimizer, range(3))
+    with zeroshard.world(2) as world:
+        for weights in world.run(of_kind, Masking, stage):
+            reference.assert_same(weights, reference.weights(model))
+        if stage:
+            for said in world.run(said_at_shard, build, stage, Norming):
+                assert "updates the half of a tensor otherwise than the whole" in said

@@ -35,7 +35,7 @@ def kept_by_order(optimizer: torch.optim.Optimizer) -> list[Kept]:
     own = set(map(id, params))
     found = []
     for name, value in vars(optimizer).items():
-        tensors = list(_tensors(value)) if name not in ("state", "param_groups") else []
+        tensors = list(tensors_of(value)) if name not in ("state", "param_groups") else []
         if any(id(each) in own for each in tensors) or all(each.numel() < 2 for each in tensors):
             continue
         if len(tensors) == len(params) or 1 < len(tensors) < len(params):
@@ -46,14 +46,14 @@ def kept_by_order(optimizer: torch.optim.Optimizer) -> list[Kept]:
     return found
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of lists, tuples and dicts in their order, those inside each other too."""
     if isinstance(value, Tensor):
         if not (simulated(value) or value.is_meta):
             yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(each)
+            yield from tensors_of(each)
 
 
 def refuse_order(kept: list[Kept], where: str) -> None:

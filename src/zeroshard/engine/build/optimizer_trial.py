@@ -31,7 +31,7 @@ from ...device import ask, random_states_kept
 from ...errors import UserError
 from ..step.fragment import is_state, twin_of, uncompiled, updated
 from ..step.optimizer_hooks import own_step
-from .kept_by_order import cure, kept_by_order, refuse_order
+from .kept_by_order import Kept, cure, kept_by_order, refuse_order, tensors_of
 from .kept_by_order import small as stand_in
 
 log = logging.getLogger("zeroshard")
@@ -51,13 +51,14 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
     """
     where = f"{type(optimizer).__name__}, optimizer {number}"
     check_states(optimizer, where)
+    _check_kinds(optimizer, where)
     kept = kept_by_order(optimizer)
     if not alone:
         refuse_order(kept, where)
     twin = _twin(optimizer)
     if twin is None:
         return
-    before = _attributes(twin)
+    before, given = _attributes(twin), [_comparable(vars(param)) for param in updated(twin)]
     watch = OwnCollectives(where, lambda: True)
     try:
         with (
@@ -70,6 +71,7 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
     except Exception:  # of a step that needs more than small parameters with gradients: nothing is known
         return
     check_states(twin, where)
+    _check_kinds(twin, where)
     draws = not alone and _draws(optimizer, twin)  # then two trials cannot be compared
     if not (alone or draws):
         _check_tensors(optimizer, twin, where)
@@ -79,7 +81,7 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
         _check_elements(twin, where)
     if by_element and not draws:
         _check_halves(optimizer, twin, where)
-    after = _attributes(twin)
+    after, held = _attributes(twin), [_comparable(vars(param)) for param in updated(twin)]
     package = type(optimizer).__module__.partition(".")[0]
     declared = {*getattr(optimizer, "unsaved", ()), *_NOTES.get(package, ())}
     for name in sorted(after):
@@ -88,14 +90,47 @@ def check_kept(optimizer: torch.optim.Optimizer, number: int, *, alone: bool, by
                 "an optimizer keeps what a step changes in an attribute, and a checkpoint would not have it",
                 where=f"{where}, attribute {name!r}",
                 expected="states in optimizer.state[param], or options in the groups",
-                got=f"{before.get(name)!s:.60} before a trial's steps, {after[name]!s:.60} after",
-                instead=(
-                    cure(name)
-                    if any(each.name == name for each in kept)
-                    else f"keep it in optimizer.param_groups[0][{name!r}]"
-                )
-                + f"; or, if a resumed run does not need it, say so on the class: unsaved = ({name!r},)",
+                got=_said(before.get(name), after[name]),
+                instead=_instead(optimizer, name, kept),
             )
+    for was, now in zip(given, held, strict=True):
+        for name in sorted(now.keys() - declared):
+            if now[name] != was.get(name):
+                raise UserError(
+                    "an optimizer keeps what a step changes in an attribute of its parameters, and a checkpoint would "
+                    "not have it",
+                    where=f"{where}, attribute {name!r} of a parameter",
+                    expected="states in optimizer.state[param]",
+                    got=_said(was.get(name), now[name]),
+                    instead=f"self.state[p][{name!r}] in place of p.{name}; or, if a resumed run does not need it, say "
+                    f"so on the class: unsaved = ({name!r},)",
+                )
+
+
+def _said(before: Any, after: Any) -> str:
+    """Say in words how a value that can be compared has changed."""
+    told = []
+    for value in (before, after):
+        first = value[0] if isinstance(value, list) and value else value
+        tensor = isinstance(first, tuple) and isinstance(first[2], bytes)
+        told.append(
+            f"{'tensors, the first' * (first is not value)} of shape {first[1]}" if tensor else f"{value!s:.60}"
+        )
+    if told[0] == told[1]:
+        return f"{told[0].strip()}, with other values after a trial's steps"
+    return f"{told[0].strip()} before a trial's steps, {told[1].strip()} after"
+
+
+def _instead(optimizer: Any, name: str, kept: list[Kept]) -> str:
+    """Say where else to keep what a step changes in an attribute of this name."""
+    if set(map(id, tensors_of(getattr(optimizer, name)))) & set(map(id, updated(optimizer))):
+        return (
+            f"walk self.param_groups in step(): these are this rank's parts, which no list of parameters has, such as "
+            f"self.{name}"
+        )
+    state = any(each.name == name for each in kept)
+    place = cure(name) if state else f"keep it in optimizer.param_groups[0][{name!r}]"
+    return f"{place}; or, if a resumed run does not need it, say so on the class: unsaved = ({name!r},)"
 
 
 def check_states(optimizer: Any, where: str, *, held: bool = True) -> None:
@@ -113,6 +148,23 @@ def check_states(optimizer: Any, where: str, *, held: bool = True) -> None:
                 got=f"{type(value).__name__} {value!r:.60}",
                 instead="keep it as an option of a group: optimizer.param_groups[0][name] = a number or text",
             )
+
+
+def _check_kinds(optimizer: Any, where: str) -> None:
+    """Refuse states that a checkpoint could not hold: neither tensors nor numbers or text."""
+    for state in optimizer.state.values():
+        for name, value in state.items() if isinstance(state, Mapping) else ():
+            if not isinstance(value, (Tensor, int, float, str, type(None))):
+                own = sorted(vars(value)) if hasattr(value, "__dict__") else []
+                raise UserError(
+                    "an optimizer keeps a state that is neither a tensor nor a number or text, and a checkpoint could "
+                    "not hold it",
+                    where=f"{where}, optimizer.state[param][{name!r}]",
+                    expected="tensors, numbers, text, True, False or None, each a state by itself",
+                    got=f"{type(value).__name__}{f' with {own}' if own else ''}"[:200],
+                    instead=f"what it holds as states: self.state[p]['{name}_{own[0] if own else 0}'] = a tensor or a "
+                    "number, and functions that are given these in place of its methods",
+                )
 
 
 def _check_elements(twin: Any, where: str) -> None:
@@ -245,7 +297,25 @@ def _twin(optimizer: torch.optim.Optimizer, *, halves: bool = False, last: bool 
         groups = [{**groups[-1], "params": groups[-1]["params"][-1:]}]
     twin = twin_of(optimizer, groups, type(optimizer))
     twin.__dict__.update(kept)
+    held = {id(param) for param in updated(twin)}
+    for param in params:
+        made = small[id(param)]
+        vars(made).update(_made_small(vars(param), param, made))
+        if id(made) in held and optimizer.state.get(param):
+            twin.state[made] = _made_small(optimizer.state[param], param, made)
     return twin
+
+
+def _made_small(named: Mapping[str, Any], param: Tensor, made: Tensor) -> dict[str, Any]:
+    """Return attributes or states of a parameter for the small one: those of its shape in the small one's, copies of
+    others, none of what no copy can be made of."""
+    found = {}
+    for name, value in named.items():
+        if isinstance(value, Tensor) and not value.is_meta and value.shape == param.shape:
+            found[name] = stand_in(value, made)
+        elif _simple(value, {}):
+            found[name] = copy.deepcopy(value)
+    return found
 
 
 def _simple(value: Any, small: Mapping[int, Any]) -> bool:

@@ -254,8 +254,12 @@ def with_gradient():
     return zeroshard.shard(model, adamw(model))
 
 
-def lazy():
-    return zeroshard.shard(nn.Sequential(nn.LazyLinear(3)), None)
+def lazy(kind=nn.LazyLinear, **settings):
+    return zeroshard.shard(nn.Sequential(nn.Linear(3, 3), kind(3), nn.Linear(3, 3)), None, **settings)
+
+
+def lazy_buffer(features):
+    return nn.LazyBatchNorm1d(affine=False)
 
 
 CALLS = {
@@ -281,7 +285,9 @@ CALLS = {
     "gradients": (with_gradient, r"(?s)already has a gradient.*'0\.weight'.*zero_grad"),
     "complex": (lambda: parameter_of(torch.ones(2, dtype=torch.complex64)), r"(?s)'odd'.*complex64.*ignore"),
     "sparse": (lambda: parameter_of(torch.eye(2).to_sparse()), r"(?s)'odd'.*sparse.*ignore"),
-    "lazy": (lazy, r"(?s)'0\.weight'.*Uninitialized"),
+    "lazy": (lazy, r"(?s)parameter '1\.weight'.*model\(a batch\), once before shard"),
+    "lazy, ignored": (lambda: lazy(layout=Layout(ignore=["1.*"])), r"(?s)'1\.weight'.*once before shard"),
+    "lazy buffer": (lambda: lazy(lazy_buffer), r"(?s)buffer '1\.running_mean'.*once before shard"),
     "group": (lambda: shard_mlp(comm=Comm(group="world")), r"(?s)Comm\.group.*'world'"),
 }
 

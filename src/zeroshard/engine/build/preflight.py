@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from ...arithmetic.sums import as_bytes, dense, parts, simulated
@@ -33,7 +34,15 @@ log = logging.getLogger("zeroshard")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse wrappers that would reduce the gradients a second time."""
+    """Refuse lazy modules, and wrappers that would reduce the gradients a second time."""
+    for name, tensor in named_tensors(model):
+        if is_lazy(tensor):
+            raise UserError(
+                "a lazy module has not made its parameters and buffers yet, which its first call makes",
+                where=f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name!r}",
+                got=type(tensor).__name__,
+                instead="with torch.no_grad(): model(a batch), once before shard(...), on every rank",
+            )
     for name, module in model.named_modules():
         where = f"module {name!r}" if name else "the model itself"
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -72,12 +81,7 @@ def check_parameters(managed: list[Managed]) -> None:
                     f"torch.no_grad(): weight.copy_(weight.renorm({module.norm_type}, 0, {module.max_norm})), which "
                     "bounds every row",
                 )
-        if (
-            isinstance(record.param, nn.parameter.UninitializedParameter)
-            or dispatches(record.param)
-            or record.param.is_complex()
-            or record.param.layout is not torch.strided
-        ):
+        if dispatches(record.param) or record.param.is_complex() or record.param.layout is not torch.strided:
             raise UserError(
                 "this kind of parameter cannot be sharded",
                 where=f"parameter {record.name!r}",
@@ -148,7 +152,6 @@ def check_memory(model: nn.Module, managed: list[Managed]) -> None:
     held = [
         Held(str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + _reach(tensor), order, kind, name, tensor)
         for order, (kind, name, tensor) in enumerate(named)
-        if not isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer))
         if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
         if tensor.numel() and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
         if kind != "attribute" or _has_memory(tensor)
@@ -204,7 +207,7 @@ def _has_memory(tensor: Tensor) -> bool:
 def check_buffers(model: nn.Module) -> None:
     """Refuse, by name, buffers of a kind whose content can neither be sent nor compared."""
     for name, tensor in model.named_buffers():
-        if not isinstance(tensor, nn.parameter.UninitializedBuffer) and parts(tensor) is None:
+        if parts(tensor) is None:
             raise UserError(
                 "this kind of buffer can neither be sent to the other ranks nor compared",
                 where=f"buffer {name!r}",

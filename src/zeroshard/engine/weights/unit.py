@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from ...errors import UserError, nearest
 from ...layout.partition import COMPILED, LARGE, joined, joined_name, plain_name
@@ -231,14 +230,10 @@ def _numels(found: Sequence[tuple[str, nn.Module]]) -> list[int]:
     seen: set[int] = set()
     numels = []
     for _, module in found:
-        own = {id(param): _numel(param) for param in module.parameters() if id(param) not in seen}
+        own = {id(param): param.numel() for param in module.parameters() if id(param) not in seen}
         seen |= own.keys()
         numels.append(sum(own.values()))
     return numels
-
-
-def _numel(param: nn.Parameter) -> int:
-    return 0 if is_lazy(param) else param.numel()  # a lazy one is refused once all parameters are listed
 
 
 def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
@@ -293,7 +288,7 @@ def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
             result.append((full, child))
         elif isinstance(child, CONTAINERS) or _contains(child, CONTAINERS):
             result += _automatic(full, child)
-        elif sum(map(_numel, child.parameters())) >= LARGE:
+        elif sum(param.numel() for param in child.parameters()) >= LARGE:
             result.append((full, child))
     return result
 

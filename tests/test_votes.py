@@ -14,6 +14,7 @@ import ranks as rank_processes
 import reference
 import world
 import zeroshard
+from ranks import RankFailure
 from zeroshard import Comm, Precision
 from zeroshard.comm import collectives
 from zeroshard.comm.departed import LOOKS, Departed, next_looked_at
@@ -164,7 +165,9 @@ def judged(outcomes, plan, why: str, kind: str = "Failed"):
             if rank in them:
                 assert error.startswith(kind), (rank, error)
             else:
-                assert error.startswith("PeerError: another rank has left what this rank is at"), (rank, error)
+                waits = "another rank waits for this one in a collective of its program's, and this one for it in"
+                what = waits if why == VOTES else "another rank has left what this rank is at"
+                assert error.startswith(f"PeerError: {what}"), (rank, error)
                 assert any(f"rank {each}: {why}" in error for each in them), (rank, error)
 
 
@@ -502,3 +505,41 @@ def test_a_waiting_rank_looks_at_all_others_in_turn(number):
     turns = -(-(number - 1) // LOOKS)
     looked = {rank for turn in range(turns) for rank in next_looked_at(members, members[-1], turn)}
     assert looked == {*members[:-1]}
+
+
+class Routed(nn.Module):
+    """It sums a count over all ranks, and then uses one of its layers, on each rank another."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        expert = self.experts[rank_processes.rank()]
+        count = torch.ones(1)
+        if rank_processes.rank() == 0:  # a gather before the collective, here only
+            x = expert(x)
+        dist.all_reduce(count)
+        return (x if rank_processes.rank() == 0 else expert(x)) * count
+
+
+def routed(units: list[str]):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Routed())
+    layout = zeroshard.Layout(units=units)
+    comm = zeroshard.Comm(timeout=20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=3, layout=layout, comm=comm)
+    for _ in range(3):
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+
+def test_a_collective_inside_a_forward_that_uses_other_units_is_told_the_cure(ranks):
+    """The unit of the module that calls it: its weights are gathered before its forward begins."""
+    said = (
+        r"another rank waits for this one in a collective(?s:.)*Layout\(units=\[...\]\) with the module that calls it"
+    )
+    with pytest.raises(RankFailure, match=said):
+        ranks.run(2, routed, ["1.experts.*"], **LIMITS)
+    ranks.run(2, routed, ["1"], **LIMITS)

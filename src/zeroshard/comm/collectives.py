@@ -234,10 +234,16 @@ class Link:
         )
         waits = all(why.startswith(WAITS) for why in left.values())  # then no rank need have raised an error
         raise PeerError(
-            "another rank has left what this rank is at, which all ranks do together",
+            "another rank waits for this one in a collective of its program's, and this one for it in zeroshard's"
+            if waits
+            else "another rank has left what this rank is at, which all ranks do together",
             where=where,
             got="; ".join(f"rank {rank}: {why}" for rank, why in sorted(left.items())),
-            instead=f"{EVERY_RANK}. After an error on the other rank: {again}" if waits else again,
+            instead=f"{EVERY_RANK}; if a forward calls that collective and uses other units on each rank, as experts: "
+            "Layout(units=[...]) with the module that calls it in place of those inside, which are then gathered "
+            f"before it begins. After an error on the other rank: {again}"
+            if waits
+            else again,
         )
 
     def level(self, why: str) -> list[str]:

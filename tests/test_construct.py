@@ -984,3 +984,16 @@ def test_an_empty_model():
             with torch.no_grad():
                 assert torch.equal(twin(torch.ones(2, 7)), model(torch.ones(2, 7)))
             assert zero.world_size == 1
+
+
+class Warming:
+    """A schedule around an optimizer, as of Noam, which is no optimizer itself."""
+
+    def __init__(self, optimizer):
+        self.inner = optimizer
+
+
+def test_a_wrapper_that_is_no_optimizer_hears_of_the_optimizer_inside(stage):
+    model = mlp()
+    with pytest.raises(UserError, match=r"(?s)not an optimizer.*Warming.*shard\(model, wrapper\.inner\)"):
+        zeroshard.shard(model, Warming(adamw(model)), stage=stage)

@@ -971,6 +971,7 @@ def test_groups_that_are_added_later_are_checked_like_the_first(world, stage):
         assert "two groups or optimizers hold the same parameter" in twice and "'0.weight'" in twice
         assert "two groups or optimizers hold the same parameter" in others and "'2.weight'" in others
         assert "not the model's" in plain and "not the model's" in foreign
+        assert "or take it out of its group and states" in plain
 
 
 def without_a_group(path):

@@ -302,3 +302,12 @@ def test_pairs_are_seen_as_complex_numbers_under_any_align(ranks, stage, align):
     """`torch.view_as_complex` takes them at an even element only."""
     for found in ranks.run(2, spectral, stage, align):
         reference.assert_same(found, spectral(None, align))
+
+
+def test_a_collective_of_a_gradient_hears_that_it_is_averaged(stage):
+    """Where a program written for plain processes sums the gradient itself."""
+    model = nn.Linear(8, 8)
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(StateError, match="leave the collective out: backward has averaged gradients over the ranks"):
+        torch.ops._c10d_functional.all_reduce(model.weight.grad, "sum", "0")

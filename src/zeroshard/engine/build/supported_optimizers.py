@@ -258,7 +258,7 @@ def check_added(
 
 
 _FOREIGN = "the optimizer holds a parameter that is not the model's"
-_TOGETHER = "put all trained modules under one nn.Module and shard that"
+_TOGETHER = "put all trained modules under one nn.Module and shard that; or take it out of its group and states"
 _TWICE = "two groups or optimizers hold the same parameter"
 _ONCE = "give each parameter to one group of one optimizer"
 
@@ -367,6 +367,14 @@ def check_parts(optimizer: Any, parted: list[str]) -> None:
         )
 
 
+def _optimizer_inside(wrapper: Any) -> str:
+    """Say what to give `shard` in place of an object that is no optimizer: the optimizer inside it, if it has one."""
+    for name, value in vars(wrapper).items() if hasattr(wrapper, "__dict__") else ():
+        if isinstance(value, torch.optim.Optimizer):
+            return f"the optimizer inside it, shard(model, wrapper.{name}); your loop goes on with the wrapper's step()"
+    return "optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)"
+
+
 def check_optimizer(optimizer: Any, partition: Partition, undeclared: list[str], *, replicated: bool) -> None:
     """Refuse, by name, an optimizer that updates a fragment differently from that part of the whole tensor.
 
@@ -377,7 +385,7 @@ def check_optimizer(optimizer: Any, partition: Partition, undeclared: list[str],
             "not an optimizer",
             expected="a torch.optim.Optimizer, a sequence of them, or None",
             got=type(optimizer).__name__,
-            instead="optimizer = torch.optim.AdamW(model.parameters()); shard(model, optimizer)",
+            instead=_optimizer_inside(optimizer),
         )
     name = type(optimizer).__name__
     is_torch = type(optimizer).__module__.startswith("torch.optim")

@@ -25,6 +25,9 @@ from .grad_scaler import unscale
 aten = torch.ops.aten
 
 
+_AVERAGED = "leave the collective out: backward has averaged gradients over the ranks already"
+
+
 class Keeper(Protocol):
     """The part of the engine that makes gradients ready for questions: nothing is left under way or unreduced."""
 
@@ -171,7 +174,7 @@ class ShardedGrad(Tensor):
             where=f"gradient of {self._entry.slot.name!r}",
             expected="clip_grad_norm_, clip_grad_value_, GradScaler, zero_, elementwise edits in place by numbers and "
             "tensors, as p.grad.mul_(mask), and p.grad[index] = value",
-            instead=self._remedy(),
+            instead=_AVERAGED if "c10d" in getattr(what, "namespace", "") else self._remedy(),
         )
 
     def _remedy(self) -> str:

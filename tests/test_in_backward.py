@@ -517,3 +517,31 @@ def test_a_refusal_is_every_ranks_also_where_it_ends_a_program(stage):
     told = ranks.run(2, refused_where_the_program_ends, stage)
     for rank, said in enumerate(told):
         assert said.startswith("StateError: a second backward in one step") and f"rank {rank}, backward" in said, said
+
+
+def updated_by_hand(takes, given):
+    """A hook that updates the weight by its gradient, or looks at it, where an optimizer is given or none."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1) if given else None, stage=0)
+
+    def hook(param):
+        if takes:
+            with torch.no_grad():
+                param.data.add_(param.grad, alpha=-0.1)
+            param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(hook)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(("takes", "given", "times"), [(True, False, 1), (False, False, 0), (True, True, 0)])
+def test_an_update_by_hand_inside_backward_is_warned_of_once(caplog, takes, given, times):
+    """Each rank would update by its own gradient: where no optimizer has the parameter, and the hook drops the gradient."""
+    caplog.set_level("WARNING", logger="zeroshard")
+    with zeroshard.world(2) as world:
+        world.run(updated_by_hand, takes, given)
+    told = [each.getMessage() for each in caplog.records if "away inside backward" in each.getMessage()]
+    assert len(told) == 2 * times  # one on each rank
+    assert all("parameter '1." in each and "optimizer_in_backward=True" in each for each in told)

@@ -8,6 +8,7 @@ evaluated and queues itself again, until it runs at the end of the outermost one
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
@@ -25,8 +26,11 @@ from ..weights.guard import weak
 from ..weights.tracing import backward_is_compiled
 from ..weights.transaction import Transaction
 from ..weights.unit import Unit
+from .accumulator import Entry
 from .gradient import Gradients
 from .reduction import Reduction
+
+log = logging.getLogger("zeroshard")
 
 
 def backward_is_running() -> bool:
@@ -63,6 +67,7 @@ class Backward(Transaction):
         self._own_segment = False  # did it begin a segment of gathers? (not inside a forward)
         self._recent: list[Unit] = []  # units gathered in it, oldest first
         self._at: tuple[Unit, Event | None] | None = None  # the unit that it is working on
+        self._warned = False  # of a hook that may update weights?
         self._hooked: dict[int, int] = {}  # by entry number, our hook's id in the parameter's table of hooks
 
     @property
@@ -169,9 +174,25 @@ class Backward(Transaction):
         if self.ledger.record is not None:
             self._work_on(unit)
         nested = torch._C._current_graph_task_id() != self._task
-        added = self.reduction.arrived(self.gradients.entries[number], contribution, aside, nested=nested)
+        entry = self.gradients.entries[number]
+        added = self.reduction.arrived(entry, contribution, aside, nested=nested)
+        if not added and entry.updater is None and not self._warned:
+            self._warn_of_updates(entry)
         if added and not contribution.missing and all(self.reduction.complete(bucket) for bucket in unit.buckets):
             unit.release()
+
+    def _warn_of_updates(self, entry: Entry) -> None:
+        """Warn, once, of a hook that took a gradient away that no optimizer awaits: it may have updated the weight."""
+        with torch._C.DisableTorchFunctionSubclass():
+            taken = entry.param.grad is None and len(entry.param._post_accumulate_grad_hooks or ()) > 1
+        if taken and self.group.ranks > 1:
+            self._warned = True
+            log.warning(
+                "a hook took the gradient of parameter %r away inside backward, where it is this rank's own: an update "
+                "of the weight by it differs on each rank. shard(model, optimizer, optimizer_in_backward=True) updates "
+                "by the average, as backward goes on",
+                entry.slot.name,
+            )
 
     # --- its end ----------------------------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ EVERY = [*product(STAGES, (False, True))]
 ORDERS = 20
 FIRST = {  # of `make test`
     ((2, 1), "bf16", "optimizer"): [(2, True)],
+    ((2, 1), "bf16", "none"): [(0, False)],
     ((1, 1), "fp32", "nvme"): [(3, True), (0, False)],
     ((4, "hosts"), "bf16", "none"): [(3, False)],
 }
@@ -171,6 +172,36 @@ def test_every_combination_has_the_bits_of_plain_torch_on_the_device(
     """Stages 0 to 3, ranks and replicas, dtypes, recomputation and tiers, in 20 drawn orders of late kernels."""
     world, replicas = world_size
     emulated.run(world, equal, dtype, replicas, offload, cases, orders, str(tmp_path), elsewhere=True, timeout=1100)
+
+
+# --- the optimizer in backward ---------------------------------------------------------------------------------------
+
+
+def in_backward(stages):
+    """Weights after three steps that backward makes, beside those of steps after it."""
+    from emulated.device import device
+    from emulated.streams import Order
+
+    for stage in stages:
+        found = []
+        for early in (True, False):
+            device().synchronize()
+            device().machine.order = Order(10 * stage + early)
+            model = build()
+            optimizer = adam(model.parameters())
+            layout = Layout(bucket_mib=0.0005)
+            zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout, optimizer_in_backward=early)
+            for step in range(3):
+                loss(model, batch(step, ranks.rank())).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            with zero.gathered():
+                found.append(reference.weights(model))
+        reference.assert_same(*found)
+
+
+def test_the_optimizer_in_backward_has_the_bits_of_a_step_after_it():
+    emulated.run(2, in_backward, (0, 3), elsewhere=True)
 
 
 # --- the size of buckets ----------------------------------------------------------------------------------------------

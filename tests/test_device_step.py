@@ -5,6 +5,9 @@ On an emulated accelerator, whose AdamW rounds otherwise than the CPU's, as that
 
 from __future__ import annotations
 
+import logging
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -235,6 +238,39 @@ def test_what_does_not_go_with_it_is_refused_by_name():
         assert "split masters are joined with their parameters where they rest" in halves
     with pytest.raises(UserError, match="Offload.step names a processor"):
         Offload(optimizer="cpu", step="gpu")
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.said = []
+
+    def emit(self, record):
+        self.said.append(record.getMessage())
+
+
+def said(fused, threads, step, where):
+    """What `shard` warns of."""
+    torch.set_num_threads(threads)
+    logging.getLogger("zeroshard").addHandler(heard := Heard())
+    os.sched_getaffinity = lambda _: set(range(8))
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    zeroshard.shard(model, optimizer, offload=Offload(**where, step=step))
+    return heard.said
+
+
+def heard(cases):
+    return [said(*case) for case in cases]
+
+
+def test_slow_steps_on_the_host_are_warned_of():
+    beside = {"optimizer": "cpu"}
+    cases = [(None, 1, "host", beside), (True, 8, "host", beside), (None, 1, "device", beside), (None, 1, "host", {})]
+    ((many_passes, idle_cores), *silent) = emulated.run(1, heard, cases)[0]
+    assert many_passes == "AdamW steps in host memory, in a pass for each of its operations: AdamW(..., fused=True)"
+    assert idle_cores.endswith("with 1 of this machine's 8 cores, and has 0 ranks beside it: OMP_NUM_THREADS=8")
+    assert silent == [[], [], []]
 
 
 def on_the_cpu():

@@ -45,6 +45,7 @@ from ..weights.unit import (
     materialise,
     named_tensors,
 )
+from .host_steps import warn_of_slow_steps
 from .preflight import (
     OWN,
     agree,
@@ -149,6 +150,7 @@ class Assembly:
             self.asked = self.asked._replace(gradients=gradients_of(offload), files=offload.in_files)
             check_present(self.asked)
         self.told = False
+        warn_of_slow_steps(optimizers, self.offload, self.group.device)
 
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:
         specs, axes = [], first(each.axes(self.managed, layout) for each in features()) or {}

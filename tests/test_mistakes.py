@@ -289,6 +289,57 @@ def test_a_rank_that_runs_out_of_batches_is_told_of_join_and_not_of_the_engines_
         assert shown.count("\n") <= 24 and "zeroshard/ranks" not in shown and shown.count("Traceback") == 1
 
 
+def learns_nothing(stage):
+    """What ranks hear where rank 1's loss has no graph through the model, of which only rank 0 has a backward."""
+    model, optimizer = made()
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    loss = model(torch.ones(4, 8)).sum()
+    try:
+        (torch.zeros((), requires_grad=True) if zero.rank else loss).backward()
+        optimizer.step()
+    except PeerError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_whose_loss_has_no_graph_is_told_so(ranks, stage):
+    for said in ranks.run(2, learns_nothing, stage):
+        assert "rank 0 is at backward 1; rank 1 is at step 1" in said
+        assert (
+            "instead: a loss with a graph through the model, and its backward, on every rank: 0 * output.sum()" in said
+        )
+
+
+def walks_its_model(stage):
+    """What an optimizer hears that reads the gradients of a model that it holds."""
+
+    class Holding(torch.optim.Optimizer):
+        elementwise = True
+
+        def __init__(self, model):
+            super().__init__(model.parameters(), {})
+            self.model = model
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for param in self.model.parameters():
+                param.sub_(param.grad * 0.1)
+
+    model, _ = made()
+    optimizer = Holding(model)
+    zeroshard.shard(model, optimizer, stage=stage)
+    model(torch.ones(4, 8)).sum().backward()
+    try:
+        optimizer.step()
+    except zeroshard.Error as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_optimizer_that_walks_its_model_is_told_of_its_groups(stage):
+    assert "in an optimizer's own step() walk self.param_groups, where these are" in walks_its_model(stage)
+
+
 def program(source, tmp_path, *words, ranks=2):
     """What a program of so many ranks prints on each, a line at a time, from torchrun's own output apart."""
     (tmp_path / "train.py").write_text(textwrap.dedent(source))

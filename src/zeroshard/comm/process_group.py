@@ -61,6 +61,11 @@ def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
         )
     if trouble:
         return "fix that, or try the step again on every rank until it works"
+    if {_number("backward"), _number("step")} <= meetings:  # after as many forwards
+        return (
+            "a loss with a graph through the model, and its backward, on every rank: 0 * output.sum() where a rank has "
+            "nothing to learn from its batch; or no step on any rank"
+        )
     return (
         "as many batches on every rank, or for batch in zero.join(loader): ...; "
         "and zeroshard's collective methods on all of them"

@@ -186,7 +186,10 @@ class ShardedGrad(Tensor):
             return (
                 "read it inside step(), where it is this rank's gradient; or p.grad.full_tensor() of the model's own p"
             )
-        return "p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements"
+        return (
+            "p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements; in an optimizer's own "
+            "step() walk self.param_groups, where these are"
+        )
 
     def tolist(self) -> NoReturn:  # torch refuses these two itself, but says no remedy
         raise self._cannot("tolist()")

@@ -196,7 +196,15 @@ def test_an_error_shows_no_character_that_steers_a_terminal():
 
 @pytest.mark.full
 @pytest.mark.row(75)
-@pytest.mark.parametrize("words", [["plan", "--params", "1e9"], ["plan", "--text", "B"], ["train", "--help"]], ids=str)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["plan", "--params", "1e9"],
+        ["plan", "--params", "7B", "--ranks", "64", "--machine", "dgx-2"],
+        ["train", "--help"],
+    ],
+    ids=str,
+)
 def test_every_command_can_be_shown_in_ascii(monkeypatch, words):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     done = command(*words)

@@ -610,22 +610,28 @@ def test_two_runs_are_compared(run, tmp_path, changed, says):
     assert "got 3 folders" in zeroshard("explain", run[0], other, other).stderr
 
 
-@pytest.mark.parametrize("option", ["--text", "--stage", "--element"])
-def test_the_page_is_not_told_in_the_terminal(option):
-    done = zeroshard("explain", option)
+@pytest.mark.parametrize(
+    ("command", "option"), [("explain", "--text"), ("explain", "--stage"), ("explain", "--element"), ("plan", "--text")]
+)
+def test_the_page_is_not_told_in_the_terminal(command, option):
+    done = zeroshard(command, option)
     assert (done.returncode, done.stdout) == (2, "") and f"No such option: {option}" in done.stderr
 
 
 def test_tables_without_colours_in_a_narrow_terminal():
     """NO_COLOR and the width hold; prose is wrapped, and nothing is paged."""
     asked = {"FORCE_COLOR": "1", "COLUMNS": "70"}
-    coloured, plain = (zeroshard("plan", "--text", "E", **asked, **more) for more in ({}, {"NO_COLOR": "1"}))
+    words = ("--params", "7B", "--ranks", "64", "--machine", "dgx-2", "--gpu-mem", "20GB")
+    coloured, plain = (zeroshard("plan", *words, **asked, **more) for more in ({}, {"NO_COLOR": "1"}))
     assert (plain.returncode, plain.stderr) == (0, "")
-    assert set(re.findall(r"\x1b\[(\d+)", coloured.stdout)) == {"0", "1", "2", "31"}
+    assert set(re.findall(r"\x1b\[(\d+)", coloured.stdout)) == {"0", "1", "2", *map(str, range(31, 37))}
     assert set(re.findall(r"\x1b\[(\d+)", plain.stdout)) == {"0", "1", "2"}  # bold and dim, no colour
     lines = re.sub(r"\x1b\[\d+m", "", plain.stdout).splitlines()
-    at = lines.index("Where the text differs")
-    assert [line[:4].strip() for line in lines[at + 1 :][:3]] == ["-", "", "-"] and max(map(len, lines[at:])) <= 70
+    at = next(number for number, line in enumerate(lines) if line.startswith("  - "))
+    reasons = lines[at : lines.index("", at)]
+    starts = [line[:4].strip() for line in reasons]
+    assert starts[:2] == ["-", ""] and starts.count("-") == 3 and set(starts) == {"-", ""}
+    assert max(map(len, reasons)) <= 70
 
 
 @pytest.mark.full

@@ -1296,7 +1296,7 @@ def test_a_folder_without_a_recorded_step(tmp_path):
 @pytest.mark.parametrize("folder", ["A", "e"])
 def test_a_texts_letter_is_no_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=f"`zeroshard plan --text {folder.upper()}`"):
+    with pytest.raises(InputError, match=f"checks text {folder.upper()}"):
         explain_command.explain((folder,), out=None, browse=False)
 
 

@@ -21,7 +21,7 @@ OPTIONS = {
     "plan": "accumulate align batch bounds bucket-mib bytes check config disk disk-read disk-write ep exact experts fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
     "host-mem json machine matrices no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters optimizer "
     "optimizer-in-backward optimizer-over params precision "
-    "prefetch preset ranks recompute reduce replicas seq shapes stage step-time text tokens transport units whole",
+    "prefetch preset ranks recompute reduce replicas seq shapes stage step-time tokens transport units whole",
     "simulate": "accumulate bucket-mib ep experts grad-dtype help hosts json machine matrices offload offload-activations offload-gradients offload-optimizer "
     "offload-parameters optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
     "ckpt inspect": "help json",

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from bench import manifests
+from walkthroughs import texts
 
 import zeroshard
 from flat import plan_of
 from zeroshard import Comm, Layout, Machine, Model, Precision, Step
 from zeroshard.explain.document import Page, built_in, document, template
-from zeroshard.planner import texts
 from zeroshard.planner.machines import MACHINES
 from zeroshard.planner.simulate import STEPS, simulate
 from zeroshard.testing import assert_same_bits
@@ -161,9 +161,9 @@ def test_every_output_of_a_plan_is_found():
         assert len(SHOWN.findall(text)) == len(re.findall(r"^\$ zeroshard plan ", text, re.MULTILINE)), path.name
 
 
-@pytest.mark.parametrize("letter", "ABCD")
+@pytest.mark.parametrize("letter", "ABCDE")
 def test_what_the_texts_differ_in_is_computed(letter):
-    """docs/texts.md: each number of its column "recomputed", rounded as it is there, is one that `plan --text` prints."""
+    """docs/texts.md: each number of its column "recomputed", rounded as it is there, is one that the page shows."""
     answer = texts.text(letter).json()
     values = [line["value"] for table in answer["tables"] for line in table["lines"]]
     told = json.dumps([values, answer["corrections"]])

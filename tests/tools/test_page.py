@@ -591,7 +591,7 @@ def test_the_profile_is_on_the_page(opened, walk):
 
 @pytest.mark.full
 def test_every_number_of_the_texts_is_on_the_page(opened, walk):
-    """All that `zeroshard plan --text` prints: tables, what differs in them, and the corrections."""
+    """Tables, what differs in them, and the corrections."""
     page = opened("walkthroughs", "#texts")
     notes = [each for view in ("transformer", "four", "layers", "overview") for each in walk[view]["corrections"]]
     for letter, text in walk["texts"].items():

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from walkthroughs.texts import b as text_b
 
 import selection
 import zeroshard
@@ -20,7 +21,6 @@ from zeroshard.layout.stage import STAGES
 from zeroshard.planner import built, recipes, states, traffic
 from zeroshard.planner.machines import machine
 from zeroshard.planner.simulate import RECORDED, simulate
-from zeroshard.planner.texts import b as text_b
 
 STEPS = 3
 

@@ -1,7 +1,6 @@
 """The planner: exact bytes from three numbers or from shapes, the five texts' tables, files that lie, the command."""
 
 import contextlib
-import io
 import json
 import math
 import re
@@ -18,6 +17,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from walkthroughs import texts
+from walkthroughs.texts import arithmetic, tiny
 from walkthroughs.transformer260 import TENSORS, TEXT, W_Q_GRADIENTS
 
 import ranks
@@ -26,15 +27,15 @@ from flat import plan_of
 from zeroshard import Comm, Layout, Machine, Model, Offload, Step
 from zeroshard.arithmetic import sums
 from zeroshard.cli.config import InputError
-from zeroshard.cli.plan import one_line, show_plan, show_text
+from zeroshard.cli.plan import show_plan
 from zeroshard.cli.screen import Amount
 from zeroshard.engine.weights.unit import find_units
-from zeroshard.errors import UserError
+from zeroshard.errors import UserError, one_line
+from zeroshard.explain import document
 from zeroshard.layout.partition import Spec, partition
 from zeroshard.layout.stage import STAGES
-from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, texts, traffic, units
+from zeroshard.planner import closed, predict_states, quantities, recipes, shapes, states, traffic, units
 from zeroshard.planner.instants import ItemSizes, instants, item_sizes, peak
-from zeroshard.planner.texts import arithmetic, tiny
 
 GB, GIB = 10**9, 2**30
 PAPER = recipes.PRESETS["paper"]
@@ -1088,16 +1089,19 @@ def test_json_has_whole_bytes(tmp_path):
 
 
 def test_no_torch_in_it(tmp_path):
-    """Neither the closed form nor shapes nor a text load torch or numpy."""
+    """Neither the closed form nor shapes load torch or numpy; nor do the texts, which compute beside the engine."""
     path = write(tmp_path / "m.json", {"layers.0.w": [77]})
-    for words in (["--params", "7e9"], ["--shapes", str(path)], ["--text", "D"]):
+    for words in (["--params", "7e9"], ["--shapes", str(path)], None):
         code = (
             f"import sys; sys.argv = ['zeroshard', 'plan', *{words!r}]\n"
             "from zeroshard.cli.main import main\n"
             "try: main()\n"
             "except SystemExit as end: assert not end.code, end.code\n"
-            "assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)"
-        )
+            if words
+            else f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2] / 'web')!r})\n"
+            "from walkthroughs.texts import text\n"
+            "assert all(text(letter).json() for letter in 'ABCDE')\n"
+        ) + ("assert not {'torch', 'numpy', 'safetensors'} & set(sys.modules)")
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -1154,8 +1158,6 @@ def test_what_is_refused(given, says):
         ("--params 7B --host-mem 80", "--host-mem: a budget of memory is a number and a unit"),
         ("--params -3", "got: '-3'"),
         ("--shapes none.json", "no such file or folder of shapes; where: none.json"),
-        ("--text F", "got: 'F'"),
-        ("--text A --ranks 3", "leave --ranks out"),
         ("--params 7 --ranks many", "Invalid value for '--ranks'"),
         ("--parms 7", "No such option: --parms"),
     ],
@@ -1167,24 +1169,21 @@ def test_bad_input_is_one_line_and_exit_code_2(words, says):
 
 
 @pytest.mark.parametrize("letter", DIFFER)
-def test_a_text_is_shown_beside_its_recomputation(letter):
-    shown = io.StringIO()
-    with contextlib.redirect_stdout(shown):
-        show_text(letter, as_json=True)
-    assert json.loads(shown.getvalue()) == texts.text(letter).json()
-    done = run("--text", letter)
-    assert done.returncode == 0
-    assert done.stdout.count("differs") >= len(DIFFER[letter])
-    assert "text says" in done.stdout
+def test_the_page_has_a_text_beside_its_recomputation(letter):
+    """To the last digit, and with what differs; test_page.py sees the page show it."""
+    packed = document.built_in()["texts"][letter]
+    assert packed == json.loads(json.dumps(texts.text(letter).json()))
+    told = [line for table in packed["tables"] for line in table["lines"]]
+    assert [line["what"] for line in told if not line["agrees"]] == DIFFER[letter]
 
 
 @pytest.mark.full
 def test_the_page_shows_what_the_commands_print():
     """docs/planning.md and its neighbours, block by block."""
-    pages = (Path(__file__).parents[2] / "docs" / name for name in ("planning.md", "texts.md", "offload.md"))
+    pages = (Path(__file__).parents[2] / "docs" / name for name in ("planning.md", "offload.md"))
     page = "".join(path.read_text() for path in pages)
     blocks = re.findall(r"^```console\n\$ zeroshard plan (.*)\n((?:.|\n)*?)^```$", page, re.MULTILINE)
-    assert len(blocks) >= 3
+    assert len(blocks) == 2
     for words, shown in blocks:
         done = run(*words.split(), cwd=Path(__file__).parents[2] / "docs", COLUMNS="132")
         printed = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]

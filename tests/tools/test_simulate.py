@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from walkthroughs import texts
 
 import models
 import ranks
@@ -27,7 +28,7 @@ from zeroshard.cli import check, processor
 from zeroshard.cli.policies import precision_of
 from zeroshard.errors import UserError
 from zeroshard.explain import stacked_mlp
-from zeroshard.planner import built, predict_states, texts
+from zeroshard.planner import built, predict_states
 from zeroshard.planner.machines import MACHINES, machine
 from zeroshard.planner.simulate import PASSING, facts, moments, simulate
 from zeroshard.planner.timeline import replay
@@ -727,8 +728,8 @@ def test_the_texts_profile_is_simulated_with_gradients_in_bf16():
 
 
 @pytest.mark.full
-def test_the_texts_profile_in_8_bits_and_its_checkpoint_are_what_plan_text_says():
-    """`plan --text B` computes them without torch; the engine holds and sends so many bytes."""
+def test_the_texts_profile_in_8_bits_and_its_checkpoint_are_what_text_b_is_answered_with():
+    """The page's tables of text B have them, computed without torch; the engine holds and sends so many bytes."""
     run = simulate(stacked_mlp.profile, ranks=4, stage=1, precision=precision_of("bf16-fp8", "bf16"))
     said = {line.what: line.value for table in texts.text("B").tables[-2:] for line in table.lines}
     held = {state: nbytes for state, nbytes in run.ledger.held.items() if nbytes}

@@ -20,12 +20,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from walkthroughs import four_weights, transformer260
+from walkthroughs.frames import backward_frames
 
 import reference
 import zeroshard
 from zeroshard import Layout, Precision
 from zeroshard.arithmetic.sums import average_, fold
-from zeroshard.explain.frames import backward_frames
 from zeroshard.explain.stacked_mlp import StackedMLP
 from zeroshard.layout.partition import Spec, partition
 from zeroshard.layout.states import placements

@@ -10,5 +10,6 @@ leaves a value out, the module that holds it says so and where its own value com
     run260, words260                            of the first: what each rank sees, and what is said of it
     played260, owned                            its steps beside the texts' own; who owns what under either cut
     faults260, words_of_faults                  faults that are caused in it, and what is said of them
+    texts, frames    the numbers of the texts' tables, recomputed; D's table of gradients, frame by frame
     build            writes walkthroughs.json; the names are those of `web/DATA.md`
 """

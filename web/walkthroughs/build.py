@@ -52,9 +52,8 @@ def assemble(
     """Make the whole document of what every rank captured, of two (`ranks`), four and eight."""
     import torch
 
-    from zeroshard.planner.texts import text
-
     from . import faults260, overview, played260, profile, walk4, walk260, walk_layers, walk_runs, walk_tiers
+    from .texts import text
 
     read, four, eight = json.loads(
         json.dumps([ranks, four, eight])

@@ -13,13 +13,13 @@ import torch
 
 import zeroshard
 from zeroshard.explain.document import matrix
-from zeroshard.explain.frames import backward_frames
 from zeroshard.explain.recording import peak_of, together, traffic_of
 from zeroshard.layout.stage import STAGES
 from zeroshard.planner.recipes import PRESETS
 from zeroshard.policies.layout import Layout
 
 from . import transformer260
+from .frames import backward_frames
 from .owned import (  # fmt: skip
     Spans,
     around,

@@ -20,11 +20,11 @@ from zeroshard.layout.stage import STAGES
 from zeroshard.planner import closed, traffic
 from zeroshard.planner.quantities import number, plain
 from zeroshard.planner.recipes import PRESETS, Recipe
-from zeroshard.planner.texts import b as text_b
 from zeroshard.policies.layout import Layout
 from zeroshard.policies.precision import Precision
 
 from .observe import Observer, ticking
+from .texts import b as text_b
 from .walk260 import one_of
 
 HIDDEN, DEPTH = 13, 3  # 4,251 parameters, which 2 does not divide

@@ -77,8 +77,8 @@ def _read(run_dir: str | Path) -> dict[str, Any]:
     letter = str(run_dir).upper()
     if letter in LETTERS and not Path(run_dir).exists():
         raise InputError(
-            f"explain shows runs, and there is no folder {run_dir}; text {letter} with its numbers computed anew is "
-            f"`zeroshard plan --text {letter}`, and the page that `zeroshard explain` writes checks all five"
+            f"explain shows runs, and there is no folder {run_dir}; the page that `zeroshard explain` writes checks "
+            f'text {letter}, in its view "Check the texts"'
         )
     try:
         return read(Path(run_dir))

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
-from zeroshard.cli.config import PLACED, InputError, in_options, one_line, places, planned_offload
+from zeroshard.cli.config import PLACED, InputError, in_options, places, planned_offload
 from zeroshard.cli.fits import show_fits
 from zeroshard.cli.policies import NAMES, policies
 from zeroshard.cli.screen import Amount
@@ -23,7 +23,6 @@ from zeroshard.planner.plan import plan, stages_of_runs
 from zeroshard.planner.quantities import number
 from zeroshard.planner.question import from_flat
 from zeroshard.planner.recipes import PADDING
-from zeroshard.planner.texts import Line, text
 
 BAR = 24  # characters of the longest bar
 PASSING = "passing at the peak"
@@ -103,7 +102,7 @@ def _places(settings: dict[str, Any]) -> dict[str, str]:
     return places(settings.pop("offload", ""), **{what: settings.pop(f"offload_{what}", "") for what in PLACED})
 
 
-def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
+def check_plan(*, as_json: bool, **settings: Any) -> int:
     """Run `--check`; return its exit code. Refuses options that a run does not have."""
     from zeroshard.cli.check import Check, check
 
@@ -111,7 +110,7 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     run, policy = ("ranks", "accumulate", "no_sync"), NAMES - {"experts", "fp8", "whole", "instances"}
     offload = _places(settings)
     other = {name: value for name, value in settings.items() if name not in (*run, *policy, "job", "stage") and value}
-    if job is None or text is not None or other:
+    if job is None or other:
         what = ", ".join(f"--{name.replace('_', '-')}" for name in other) or "a job"
         raise InputError(f"--check runs a job; {'leave out ' + what if other else 'name one: train:job'}")
     ranks, accumulate, no_sync = (settings[name] for name in run)
@@ -122,32 +121,6 @@ def check_plan(*, as_json: bool, text: str | None, **settings: Any) -> int:
     except UserError as error:
         raise InputError(in_options(error, settings)) from error
     return check(Check(job, ranks, stages, accumulate, no_sync, offload, options), as_json=as_json)
-
-
-def show_text(letter: str, *, as_json: bool) -> None:
-    """Print one source text's tables, each line with the text's own number."""
-    try:
-        found = text(letter)
-    except UserError as error:
-        raise InputError(one_line(error)) from error
-    if as_json:
-        print(json.dumps(found.json(), indent=2))
-        return
-    screen.say(f"\n[bold]Text {found.letter}: {found.title}[/bold]   [dim]recipe paper, 16 bytes per parameter[/dim]")
-    for table in found.tables:
-        shown = screen.new_table(table.title, "line", "text says", "recomputed", "unit", "")
-        for line in table.lines:
-            shown.add_row(line.what, _said(line), line.shown, line.unit, "" if line.agrees else "[red]differs[/red]")
-        screen.wide(shown)
-    screen.say("\n[bold]Where the text differs[/bold]")
-    for correction in found.corrections:
-        screen.say(escape(f"  - {correction}"), 4)
-
-
-def _said(line: Line) -> str:
-    if line.says is None:
-        return "[dim]-[/dim]"
-    return f"{int(line.says):,}" if line.says.isdecimal() else line.says
 
 
 def _head(found: Plan) -> None:

@@ -87,8 +87,8 @@ def replicas(found: Plan, amount: Amount) -> None:
         "  [dim]P per rank: elements, on average. Bytes grow with K where weights have 16 bits: sums go on in fp32, so "
         "that K changes no bit. Between nodes: as this engine sends, each rank with a network card of its own. "
         "NCCL's gathers are rings whose crossings a node's cards share: by formula. gloo's are broadcasts in trees: as "
-        "the kernel counts. Reductions go straight to each owner, running sums from replica to replica. --text B has "
-        "the answers of other assumptions[/dim]"
+        "the kernel counts. Reductions go straight to each owner, running sums from replica to replica. The "
+        "answers of other assumptions are on the page that `zeroshard explain` writes, at text B[/dim]"
     )
 
 

@@ -13,7 +13,7 @@ from zeroshard.cli.config import Device, GradDtype, OptimizerOver, Precision, Re
 
 COMMON = None  # the panel that a help shows first
 RUN, MODEL = "Sharding and run", "Model and training"
-WHAT, BYTES, ANSWER, WHERE = "What is planned", "Bytes and messages", "The answer", "Where states rest"
+BYTES, ANSWER, WHERE = "Bytes and messages", "The answer", "Where states rest"
 GRID = "What to compare"
 Command = TypeVar("Command", bound=Callable[..., Any])
 

@@ -12,7 +12,6 @@ from zeroshard.cli.commands.options import (
     BYTES,
     COMMON,
     RUN,
-    WHAT,
     AsJson,
     GradDtypeOfJob,
     Hosts,
@@ -184,9 +183,6 @@ class Answer:
         str | None, unset(ANSWER, "A rank's tokens per step: the tokens/s that the disk allows.", "NUMBER")
     ] = None
     step_time: Annotated[float | None, unset(ANSWER, "Seconds of a step, for what is written in a day.")] = None
-    text: Annotated[str | None, unset(WHAT, "The tables of one of five published texts, recomputed.", "A|B|C|D|E")] = (
-        None
-    )
 
 
 class Simulated:
@@ -260,22 +256,16 @@ def plan(
     """
     from zeroshard.cli import plan as command
 
-    as_json, text, exact = options.pop("as_json"), options.pop("text"), options.pop("exact")
+    as_json, exact = options.pop("as_json"), options.pop("exact")
     settings = {"job": job, **options}
     sources = {name: context.get_parameter_source(name) for name in settings}
     given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
-    if text is not None and not settings["check"]:
-        if given:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise InputError(f"--text shows a text's own models; leave {named} out")
-        command.show_text(text, as_json=as_json)
-        return
     if (config := settings.pop("config")) is not None:
         from zeroshard.cli.configs import configured
 
         configured(config, settings, given)
     if settings.pop("check"):
-        raise typer.Exit(command.check_plan(as_json=as_json, text=text, **settings))
+        raise typer.Exit(command.check_plan(as_json=as_json, **settings))
     command.show_plan(as_json=as_json, exact=exact, config=config, given=given, **settings)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...layout.partition import Spec, partition
-from ...layout.stage import STAGES
-from ...policies.layout import Layout
-from .. import closed, traffic
-from ..quantities import number
-from ..recipes import PRESETS, Recipe
+from zeroshard.layout.partition import Spec, partition
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import closed, traffic
+from zeroshard.planner.quantities import number
+from zeroshard.planner.recipes import PRESETS, Recipe
+from zeroshard.policies.layout import Layout
+
 from .arithmetic import spoiled, spoiled_here
 from .lines import GIB, PAPER, Table, Text, held, line, table
 

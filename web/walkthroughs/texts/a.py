@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...layout.stage import STAGES
-from .. import traffic
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import traffic
+
 from . import tiny
 from .arithmetic import bf16
 from .lines import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from ...layout.partition import Partition, Spec, partition
-from ...policies.layout import Layout
+from zeroshard.layout.partition import Partition, Spec, partition
+from zeroshard.policies.layout import Layout
+
 from .arithmetic import Adam, adam
 from .lines import Line, line, row
 

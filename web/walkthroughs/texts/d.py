@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...explain.frames import backward_frames
-from ...layout.stage import STAGES
-from .. import traffic
-from ..plan import plan
-from ..question import Machine, Model
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import traffic
+from zeroshard.planner.plan import plan
+from zeroshard.planner.question import Machine, Model
+
+from ..frames import backward_frames
 from . import tiny
 from .arithmetic import bf16
 from .lines import (

@@ -5,10 +5,11 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from ...layout.partition import Partition, Spec, partition
-from ...layout.stage import STAGES
-from ...policies.layout import Layout
-from .. import traffic
+from zeroshard.layout.partition import Partition, Spec, partition
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import traffic
+from zeroshard.policies.layout import Layout
+
 from .arithmetic import Adam, adam, fp16, fp32
 from .lines import GB, PAPER, Line, Table, Text, backward_lines, held, line, row, table
 

@@ -9,12 +9,12 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import NamedTuple
 
-from ...layout.partition import Partition
-from ...layout.stage import STAGES
-from .. import closed, traffic
-from ..instants import instants, item_sizes
-from ..quantities import number, plain
-from ..recipes import PRESETS
+from zeroshard.layout.partition import Partition
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import closed, traffic
+from zeroshard.planner.instants import instants, item_sizes
+from zeroshard.planner.quantities import number, plain
+from zeroshard.planner.recipes import PRESETS
 
 PAPER = PRESETS["paper"]
 GB, GIB = 10**9, 2**30
@@ -33,14 +33,6 @@ class Line(NamedTuple):
     value: Fraction | Values | str
     unit: str = ""
     exact: bool = False
-
-    @property
-    def shown(self) -> str:
-        if isinstance(self.value, str):
-            return self.value
-        if isinstance(self.value, tuple):
-            return ", ".join(map(number, self.value))
-        return f"{int(self.value):,}" if self.value == int(self.value) else number(self.value)
 
     @property
     def agrees(self) -> bool:
@@ -65,7 +57,8 @@ class Line(NamedTuple):
         return (-rounded if value < 0 else rounded) == Fraction(says)
 
     def json(self) -> dict[str, object]:
-        value = plain(self.value) if isinstance(self.value, Fraction) else self.shown
+        shown = ", ".join(map(number, self.value)) if isinstance(self.value, tuple) else self.value
+        value = plain(shown) if isinstance(shown, Fraction) else shown
         return {"what": self.what, "text_says": self.says, "value": value, "unit": self.unit, "agrees": self.agrees}
 
 

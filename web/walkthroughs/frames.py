@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..layout.partition import Partition
+from zeroshard.layout.partition import Partition
 
 
 class Frame(NamedTuple):

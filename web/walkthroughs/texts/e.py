@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from ...layout.stage import STAGES
-from .. import closed, files, traffic
-from ..plan import plan
-from ..question import Machine, Model
+from zeroshard.layout.stage import STAGES
+from zeroshard.planner import closed, files, traffic
+from zeroshard.planner.plan import plan
+from zeroshard.planner.question import Machine, Model
+
 from .lines import GB, PAPER, PASSES, Table, Text, held, line, table
 
 

@@ -204,6 +204,37 @@ def test_the_optimizer_in_backward_has_the_bits_of_a_step_after_it():
     emulated.run(2, in_backward, (0, 3), elsewhere=True)
 
 
+# --- random numbers of a device that is not the current one -----------------------------------------------------------
+
+
+def drawing(folder):
+    """Weights with recomputation and without, of a model that drops out; what is drawn after a save, and after its
+    load."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5)) for _ in range(3))).to("emu:0")
+        optimizer = adam(model.parameters())
+        zero = zeroshard.shard(model, optimizer, layout=Layout(recompute=recompute))
+        torch.emu.set_rng_state(torch.Generator().manual_seed(ranks.rank()).get_state(), "emu:0")
+        for _ in range(2):
+            model(torch.ones(4, 16, device="emu:0")).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            found.append(reference.weights(model))
+    reference.assert_same(*found)
+    zero.save(folder)
+    want = torch.rand(4, device="emu:0").tolist()
+    torch.rand(4, device="emu:0")
+    zero.load(folder)
+    assert torch.rand(4, device="emu:0").tolist() == want
+
+
+def test_random_numbers_are_those_of_the_models_device(tmp_path):
+    emulated.run(2, drawing, str(tmp_path / "saved"), elsewhere=True)
+
+
 # --- the size of buckets ----------------------------------------------------------------------------------------------
 
 SIZES = {None: BLOCKS + 1, 1e-6: 2 * BLOCKS + 3}  # MiB, and buckets: one for each unit, or for each parameter

@@ -221,7 +221,7 @@ def on_disk(stage, folder, how):
                 param.zero_()
             else:
                 param.data = torch.zeros_like(param)
-    with pytest.raises((StateError, PeerError), match=r"rests in a file"):
+    with pytest.raises((StateError, PeerError), match=r"rests elsewhere"):
         model(x(1))
     step_once(*made(stage)[:2])  # what stands for absent elements is NaN again
     with zero.gathered():

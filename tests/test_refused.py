@@ -22,6 +22,10 @@ CASES = {
     ('Comm(optimizer="all")', 'Layout(bounds="tensor")'): (ALL, {"layout": Layout(bounds="tensor")}),
     ("Comm(hosts={hosts})", 'Layout(bounds="tensor")'): (HOSTS, {"layout": Layout(bounds="tensor")}),
     ('Comm(optimizer="all")', "Precision(split_master=True)"): (ALL, {"precision": Precision(split_master=True)}),
+    ("Precision(split_master=True)", 'Offload(step="device")'): (
+        {"precision": Precision(split_master=True)},
+        {"offload": Offload(optimizer="cpu", step="device")},
+    ),
     ("Precision(split_master=True)", 'Offload(parameters="shared")'): (
         {"precision": Precision(split_master=True)},
         ONCE,
@@ -88,8 +92,8 @@ def test_defaults_go_with_everything():
         ({"comm": Comm(replicas=2, optimizer="all"), "offload": Offload(parameters="shared")}, 2),
         ({"comm": Comm(hosts=2), "offload": Offload(parameters="shared")}, 3),
         ({"comm": Comm(transport="gloo"), "offload": Offload(parameters="shared")}, 4),
-        ({"optimizer_in_backward": True, "offload": Offload(gradients="cpu")}, 13),
-        ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 15),
+        ({"optimizer_in_backward": True, "offload": Offload(gradients="cpu")}, 14),
+        ({"optimizer_in_backward": True, "offload": Offload(parameters="shared")}, 16),
     ],
 )
 def test_a_plan_refuses_the_same(options, row):

@@ -727,7 +727,7 @@ def test_a_config_survives_the_command_line():
         size="small", lr=1e-3 / 3, seed=11, device="cpu", report=False, save_every=3, keep=4, resume="run/z",
         grad_dtype="bf16", recompute=True,
         offload_parameters="cpu", offload_gradients="0.5", offload_optimizer="nvme", offload_path="run/files",
-        offload_activations="cpu",
+        offload_activations="cpu", offload_step="device",
     )  # fmt: skip
     words = config.command()
     assert words[0] == "train"

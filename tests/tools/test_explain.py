@@ -122,6 +122,7 @@ def test_closeness_notices_what_matters():
 def test_the_builds_own_ranks_write_the_same(ranks, tmp_path, monkeypatch):
     """`python -m walkthroughs.build` starts its own ranks; what they capture is what these captured."""
     monkeypatch.setattr(build, "TARGET", tmp_path / "walkthroughs.json")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(WEB), os.environ.get("PYTHONPATH", "")]))
     assert build.main() == 0
     assert (tmp_path / "walkthroughs.json").read_text(encoding="utf-8") == build.written(rebuilt(ranks))
 

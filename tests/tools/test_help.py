@@ -15,15 +15,15 @@ from zeroshard.policies.layout import Layout
 
 OPTIONS = {
     "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-activations offload-gradients offload-optimizer "
-    "offload-parameters offload-path optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
+    "offload-parameters offload-path offload-step optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
     "transport",
     "demo": "help out ranks seed steps verbose",
     "plan": "accumulate align batch bounds bucket-mib bytes check config disk disk-read disk-write ep exact experts fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
-    "host-mem json machine matrices no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters optimizer "
+    "host-mem json machine matrices no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters offload-step optimizer "
     "optimizer-in-backward optimizer-over params precision "
     "prefetch preset ranks recompute reduce replicas seq shapes stage step-time tokens transport units whole",
     "simulate": "accumulate bucket-mib ep experts grad-dtype help hosts json machine matrices offload offload-activations offload-gradients offload-optimizer "
-    "offload-parameters optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
+    "offload-parameters offload-step optimizer-in-backward optimizer-over precision prefetch rank ranks recompute reduce replicas stage trace transport",
     "ckpt inspect": "help json",
     "ckpt verify": "help json",
     "ckpt diff": "help json",

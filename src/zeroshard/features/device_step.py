@@ -76,7 +76,7 @@ class Rooms:
 class Staged(Rest):
     """One state of one bucket that rests beside the device, and is in a room of the device inside `here()`."""
 
-    on_demand = True
+    on_demand = gives = True
 
     def __init__(self, home: Rest, rooms: Rooms, state: str, bucket: int, numel: int, dtype: torch.dtype) -> None:
         """home: where it rests."""

@@ -19,7 +19,7 @@ parameter, which belong to autograd until they land, with the activations, which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -144,11 +144,10 @@ def instants(
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     units = _in_units(partition.buckets)
 
-    def nbytes(bucket: BucketPlan) -> int:
-        return _nbytes(bucket.numel, sizes.of(bucket).gathered)
-
     brought = _brought(partition, placements, sizes, resting)
-    whole = {unit: sum(nbytes(bucket) for bucket in units[unit] if bucket.index in brought) for unit in units}
+    whole = {
+        unit: sum(_nbytes(b.numel, sizes.of(b).gathered) for b in units[unit] if b.index in brought) for unit in units
+    }
     order = [unit for unit in units if unit != 0]  # the root runs around them all
     shown = {unit: names[unit] if unit < len(names) else f"unit {unit}" for unit in units}
 
@@ -167,12 +166,7 @@ def instants(
         partition, placements, sizes, seats, in_flight, fresh=accumulate == 1, no_sync=no_sync and accumulate > 1,
         resting=resting, shares=shares, staged=staged, rooms=rooms,
     )  # fmt: skip
-    found = [_init(units, whole, sizes, rooms)]
-    for at, unit in enumerate(order):
-        behind = at > 0 and order[at - 1] in several
-        found.append(Instant(f"forward of {shown[unit]}", gathered(at, int(behind), prefetch)))
-    if not order:
-        found.append(Instant(f"forward of {shown.get(0, 'the root')}", gathered(0, 0, 0)))
+    found = [_init(units, whole, sizes, rooms), *_forwards(order, shown, several, gathered, prefetch)]
     for at in reversed(range(len(order))):
         unit = order[at]
         most = max((reduced.get(bucket.index, {}) for bucket in units[unit]), key=_total, default={})
@@ -188,6 +182,21 @@ def instants(
     passing = {GATHER: _published(trained, placements, sizes, resting)}
     found.append(Instant("gather", _some(passing, lent(spread, "parameters"))))
     return found
+
+
+def _forwards(
+    order: Sequence[int],
+    shown: Mapping[int, str],
+    several: Collection[int],
+    gathered: Callable[[int, int, int], dict[str, int]],
+    prefetch: int,
+) -> Iterator[Instant]:
+    """Yield the forwards of all units. gathered: by place in the order, units behind and units ahead."""
+    for at, unit in enumerate(order):
+        behind = at > 0 and order[at - 1] in several
+        yield Instant(f"forward of {shown[unit]}", gathered(at, int(behind), prefetch))
+    if not order:
+        yield Instant(f"forward of {shown.get(0, 'the root')}", gathered(0, 0, 0))
 
 
 def _published(trained: Sequence[BucketPlan], placements: Placements, sizes: ItemSizes, resting: At | None) -> int:

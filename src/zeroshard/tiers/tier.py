@@ -34,6 +34,7 @@ class Rest:
     on_device = False  # does `tensor` lie in memory that the device computes with?
     on_demand = False  # is `tensor` there only inside `here()`?
     pinned = False  # does the device copy from and to it by itself, with no wait of the host?
+    gives = False  # do `give` and `take` need no `here()` around them?
     lands_at_once = False  # must a gather into it land before the program goes on?
 
     def __init__(self, tensor: Tensor) -> None:
@@ -111,7 +112,7 @@ class OnDevice(Rest):
 class Pinned(Rest):
     """A rest in host memory, with which a device copies asynchronously: `here` waits until the copies are through."""
 
-    pinned = True
+    pinned = gives = True
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)

@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from bench.train import connections, sent_by
 from torch import nn
+from walkthroughs.texts.sent_between import sent_between
 
 import zeroshard
 from zeroshard import Comm, Layout, Precision
 from zeroshard.layout.stage import STAGES
 from zeroshard.planner import recipes
-from zeroshard.planner.traffic import in_trees, per_step, sent_between
+from zeroshard.planner.traffic import in_trees, per_step
 
 BLOCKS, WIDTH = 4, 96
 PARAMETERS = BLOCKS * WIDTH * WIDTH  # divides by 128 x 12: nothing is padded

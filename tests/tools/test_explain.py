@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import re
 from html.parser import HTMLParser

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from walkthroughs.texts import b as text_b
+from walkthroughs.texts.sent_between import sent_between
 
 import selection
 import zeroshard
@@ -108,7 +109,7 @@ def test_what_each_card_sends_has_the_planned_mean(recipe):
         if group % node == 0 or node % group == 0:
             for gloo in (True, False):
                 if gloo or node <= group:
-                    each = traffic.sent_between(moved, ranks, node, replicas, gloo=gloo)
+                    each = sent_between(moved, ranks, node, replicas, gloo=gloo)
                     mean = traffic.links(moved, ranks, node, replicas, gloo=gloo).between
                     assert -(-sum(each) // ranks) == mean, (ranks, node, replicas, stage, gloo)
 

@@ -12,7 +12,7 @@ import torch
 
 import zeroshard
 from zeroshard.explain.document import numbers
-from zeroshard.explain.recording import MESSAGES, layout_json, most_in, together, traffic_of
+from zeroshard.explain.recording import MESSAGES, layout_json, together, totals, traffic_of
 from zeroshard.layout.stage import STAGES
 from zeroshard.planner import predict_states
 from zeroshard.policies.layout import Layout
@@ -390,3 +390,14 @@ def _corrections(
              "its reductions are larger than the gradients that it does not keep. It is lower at rest, "
              f"{two['nbytes']} against {one['nbytes']} bytes, and in the optimizer's step."),
     ]  # fmt: skip
+
+
+def most_in(rank: dict[str, Any], phase: str) -> int:
+    """Return the most bytes that a rank held on the device while a phase of the loop ran. `rank`: from `one_step`."""
+    spans = [(start, end) for name, start, end in rank["phases"] if name == phase]
+    return max(
+        nbytes
+        for begins, ends, nbytes, _ in totals(rank["held"])
+        for start, end in spans
+        if begins < end and max(ends, begins + 1) > start
+    )

@@ -214,17 +214,6 @@ def _where(at: int, phases: Sequence[Sequence[Any]]) -> str:
     return f"after {before[0]}" if before else f"before {after[0]}" if after else "in the step"
 
 
-def most_in(rank: dict[str, Any], phase: str) -> int:
-    """Return the most bytes that a rank held on the device while a phase of the loop ran. `rank`: from `one_step`."""
-    spans = [(start, end) for name, start, end in rank["phases"] if name == phase]
-    return max(
-        nbytes
-        for begins, ends, nbytes, _ in totals(rank["held"])
-        for start, end in spans
-        if begins < end and max(ends, begins + 1) > start
-    )
-
-
 def _least(held: Sequence[Sequence[Any]]) -> dict[str, int]:
     """Return the bytes of each state that are there all the time."""
     least: dict[str, int] = {}

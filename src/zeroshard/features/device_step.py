@@ -174,12 +174,6 @@ class Staged(Rest):
     def give(self, start: int, to: Tensor) -> None:
         self.home.give(start, to)
 
-    def clear(self) -> None:
-        self.home.clear()
-
-    def forget(self) -> None:
-        self.home.forget()
-
     def same_as(self, tensor: Tensor) -> bool:
         return self.home.same_as(tensor)
 

@@ -13,6 +13,7 @@ from zeroshard.policies.layout import Layout
 
 from .arithmetic import spoiled, spoiled_here
 from .lines import GIB, PAPER, Table, Text, held, line, table
+from .sent_between import sent_between
 
 OPTIMIZER = sum(PAPER.optimizer.values(), Fraction())
 RANKS, NODE, COPIES = 8, 2, (1, 2, 4, 8)
@@ -159,7 +160,7 @@ def _in_bytes() -> Table:
 
 def busiest(count: int, node: int, recipe: Recipe, *, gloo: bool) -> Fraction:
     """Count the bytes per parameter that the busiest card sends to other nodes, in a step at stage 1."""
-    return max(traffic.sent_between(_moved(count, recipe), RANKS, node, count, gloo=gloo)) / RANKS**2
+    return max(sent_between(_moved(count, recipe), RANKS, node, count, gloo=gloo)) / RANKS**2
 
 
 def _busiest() -> Table:

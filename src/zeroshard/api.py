@@ -217,7 +217,11 @@ def _meeting(method: Method) -> Method:
 class Zero:
     """The handle of a sharded model that `shard` returns, for everything besides the plain training loop.
 
-    Hence its many methods: each is one call of the engine.
+    in a step          no_sync, join, batches, clip_grad_norm_, gathered, average, replay, micro_batch_rng
+    checkpoints        save, save_on, signalled, load, latest, state_dict, load_state_dict, export, stream
+    at the end         unshard
+    to look at a run   ledger, metrics, record, events, trace, explain, owners, skipped, nonfinite, check_replicas
+    to build on it     dtypes, optimizer_members
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -36,8 +36,12 @@ class Room:
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory  # uint8, 1-D
-        self.used = True
+        self.holder: Staged | None = None  # took it last
         self.free = DeviceEvent()  # what was in it last has left
+
+    @property
+    def used(self) -> bool:
+        return self.holder is not None and self.holder.room is self
 
 
 class Rooms:
@@ -46,31 +50,28 @@ class Rooms:
     def __init__(self, tier: DeviceTier) -> None:
         self.tier = tier
         self.largest: dict[str, int] = {}  # bytes of a room, by state
-        self._rooms: dict[str, list[Room]] = {}  # the one that was given back longest ago first
-        self._under_way = 0
+        self._rooms: dict[str, list[Room]] = {}  # the one that was taken longest ago first
 
-    def take(self, state: str) -> Room:
-        """Return a room, which the current stream may write to."""
+    def take(self, state: str, holder: Staged) -> Room:
+        """Return a room, which the current stream may write to. It is the holder's once that has it as `room`."""
         rooms = self._rooms.setdefault(state, [])
         room = next((each for each in rooms if not each.used), None)
         if room is None or len(rooms) < ROOMS:
             rooms.append(room := Room(self.tier.reserve("staging", self.largest[state], torch.uint8, zeroed=False)))
         rooms.remove(room)
         rooms.append(room)
-        room.used = True
-        self._under_way += 1
+        room.holder = holder
         room.free.wait()
         return room
 
-    def give_back(self, room: Room, free: DeviceEvent) -> None:
-        """Take a room back. free: until then it is read."""
-        room.used, room.free = False, free
-        self._under_way -= 1
-        if not self._under_way:
-            for each in [each for rooms in self._rooms.values() for each in rooms]:
-                given(each.memory, TO_THE_HOST)
-                self.tier.give_back("staging", each.memory)
+    def give_back(self) -> None:
+        """Give all memory back if no room is used."""
+        rooms = [room for each in self._rooms.values() for room in each]
+        if not any(room.used for room in rooms):
             self._rooms.clear()
+            for room in rooms:
+                given(room.memory, TO_THE_HOST)
+                self.tier.give_back("staging", room.memory)
 
 
 class Staged(Rest):
@@ -83,7 +84,7 @@ class Staged(Rest):
         self.home, self.pinned = home, home.pinned
         self._rooms, self._state, self._bucket = rooms, state, bucket
         self._numel, self._dtype, self._nbytes = numel, dtype, numel * dtype.itemsize
-        self._room: Room | None = None
+        self.room: Room | None = None
         self._came = DeviceEvent()
         self._depth = 0
         self._dirty = False
@@ -93,8 +94,8 @@ class Staged(Rest):
     def tensor(self) -> Tensor:  # type: ignore[override]
         if not self._numel:
             return blank(0, self._dtype, self._rooms.tier.device)
-        assert self._room is not None and self._depth, f"{self._state} of bucket {self._bucket} is not here"
-        return self._view(self._room)
+        assert self.room is not None and self._depth, f"{self._state} of bucket {self._bucket} is not here"
+        return self._view(self.room)
 
     def _view(self, room: Room) -> Tensor:
         return room.memory[: self._nbytes].view(self._dtype)
@@ -104,7 +105,7 @@ class Staged(Rest):
         if not self._numel:
             yield self.tensor
             return
-        if self._room is None:
+        if self.room is None:
             self._fetch(fresh=fresh)
         if not self._depth:
             self._came.wait()
@@ -119,7 +120,7 @@ class Staged(Rest):
 
     @contextlib.contextmanager
     def some(self, start: int, stop: int, *, changed: bool) -> Iterator[Tensor]:
-        if self._room is not None or start == stop:
+        if self.room is not None or start == stop:
             with self.here(changed=changed) as tensor:
                 yield tensor[start:stop]
             return
@@ -130,21 +131,20 @@ class Staged(Rest):
             self.take(start, part, fresh=False).finish()
 
     def _fetch(self, *, fresh: bool) -> None:
-        room = self._rooms.take(self._state)
+        room = self._rooms.take(self._state, self)
         if not fresh:
             with self._copied(self._nbytes):
                 self._came = self.home.bring(0, self._view(room))
-        self._room = room
+        self.room = room
 
     def _put_back(self) -> None:
-        room, free = self._room, DeviceEvent()
-        assert room is not None
+        assert self.room is not None
         if self._dirty:
             with self._copied(self._nbytes, leaves=True):
-                free = self.home.take(0, self._view(room), fresh=True)
+                self.room.free = self.home.take(0, self._view(self.room), fresh=True)
             self.home.behind()
-        self._room, self._dirty = None, False
-        self._rooms.give_back(room, free)
+        self.room, self._dirty = None, False
+        self._rooms.give_back()
 
     @contextlib.contextmanager
     def _copied(self, nbytes: int, *, leaves: bool = False) -> Iterator[None]:
@@ -155,11 +155,11 @@ class Staged(Rest):
 
     def ahead(self) -> None:
         self.home.ahead()
-        if self._room is None and self._numel:
+        if self.room is None and self._numel:
             self._fetch(fresh=False)
 
     def behind(self) -> None:
-        if self._room is not None and not self._depth:  # fetched, and not used
+        if self.room is not None and not self._depth:  # fetched, and not used
             self._came.wait()
             self._put_back()
         self.home.behind()
@@ -168,7 +168,7 @@ class Staged(Rest):
         return self.home.bring(start, to)
 
     def take(self, start: int, values: Tensor, *, fresh: bool) -> DeviceEvent:
-        assert self._room is None, f"{self._state} of bucket {self._bucket} is on the device"
+        assert self.room is None, f"{self._state} of bucket {self._bucket} is on the device"
         return self.home.take(start, values, fresh=fresh)
 
     def give(self, start: int, to: Tensor) -> None:

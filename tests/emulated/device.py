@@ -35,7 +35,7 @@ class Device:
         self._local = threading.local()
         self.pages = Pages(self.machine.default, on=detect)
         self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
-        self.rounds_otherwise: set[str] = set()  # kernels whose first result is not quite the CPU's, as a GPU's is not
+        self.rounds_otherwise: set[str] = set()  # kernels whose results are not quite the CPU's, as a GPU's are not
         self.syncs_every = 0  # allocations, after each of which the host waits for the whole device, as cudaFree does
         self.capturing: Queue | None = None  # the stream that is being captured
         self._allocations = 0

@@ -26,6 +26,7 @@ ASKING = {
     "equal", "nonzero", "is_nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
     "repeat_interleave.Tensor", "bincount", "histc", "linalg_inv", "linalg_solve", "linalg_cholesky", "cholesky",
 }  # fmt: skip
+DIVISIONS = "division by a number"  # for `Device.rounds_otherwise`: by its reciprocal, as CUDA's
 # Operators of which torch has composite kernels that would come before the fallback, and CUDA one kernel.
 FUSED = ("aten::_foreach_", "aten::_fused_", "aten::_amp_")
 
@@ -236,7 +237,10 @@ class Operators:
         def run() -> None:
             if state is not None:
                 own_kwargs["generator"] = torch.Generator().set_state(state)
-            got = plan(_opened(own), _opened(own_kwargs))
+            if plan.name in ("div", "div_") and DIVISIONS in device.rounds_otherwise and not isinstance(own[1], Place):
+                got = _times_the_reciprocal(_opened(own[0]), own[1], in_place=plan.name == "div_")
+            else:
+                got = plan(_opened(own), _opened(own_kwargs))
             for at, place in fills:
                 place.open().copy_(got[at] if plan.answers_many else got)
             if plan.name in device.rounds_otherwise:
@@ -349,6 +353,13 @@ class Operators:
         made = self.device.new(tuple(value.size()), tuple(value.stride()), value.dtype)
         self.device.memory.place(made).open().copy_(value)
         return made
+
+
+def _times_the_reciprocal(value: Tensor, divisor: Any, *, in_place: bool) -> Tensor:
+    """As CUDA divides by a number, or by one of the host's: `BinaryDivTrueKernel.cu` says that it may lose a bit."""
+    wide = torch.float32 if value.dtype.itemsize < 4 else value.dtype
+    found = value.to(wide) * (torch.ones((), dtype=wide) / divisor)
+    return value.copy_(found) if in_place else found.to(value.dtype)
 
 
 def _nudge(written: Tensor | list[Tensor]) -> None:

@@ -604,11 +604,12 @@ class Again:
 
 
 def struck(stage, cases, asks):
-    """Second steps that a rank is taken out of at a launch, and tried again. asks: all hosts wait for their devices.
+    """Second steps that a rank is taken out of at a launch, and tried again. asks: all hosts wait for their devices,
+    "inside": inside the forward.
     cases: the rank, the launch, by what, after it?, and the line of the levelling at which it is taken out of that."""
     strikes, found = Strikes(), []
     for whom, at, kind, after, line in cases:
-        model, optimizer, zero = sharded(stage)
+        model, optimizer, zero = sharded(stage, torch.emu.synchronize if asks == "inside" else lambda: None)
         step(model, optimizer, 0)
         mine, errors, stepped = ranks.rank() == whom, [], False
         strikes.seen, strikes.at, strikes.kind, strikes.after = 0, at * mine, KINDS[kind], after
@@ -619,10 +620,10 @@ def struck(stage, cases, asks):
                 if not stepped:
                     optimizer.zero_grad()
                     value = loss(model, batch(1, ranks.rank()))
-                    if asks:
+                    if asks is True:
                         value.item()
                     value.backward()
-                    if asks:
+                    if asks is True:
                         torch.emu.synchronize()
                     optimizer.step()
                     stepped, strikes.at = True, 0
@@ -708,6 +709,13 @@ def test_a_rank_whose_host_waits_for_its_device_hears_of_an_interrupt(world, sta
     told = found[0][0][0][0]
     assert told.startswith("PeerError: a rank was interrupted: all ranks have ended the same collectives"), told
     assert "rank 1: an exception ended" in told, told
+
+
+def test_a_host_that_waits_inside_a_forward_is_called_out_of_it():
+    """It waits behind a gather that the interrupted rank has not launched, and looks at nothing."""
+    cases = [(1, at, "Ctrl-C", False, 0) for at in (1, 2, 3)]
+    for errors, _ in check_struck(2, 3, cases, asks="inside"):
+        assert all(errors) and "zero.load(" not in str(errors)
 
 
 def one_has_forgotten_a_model(stage):

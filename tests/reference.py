@@ -10,7 +10,7 @@ from zeroshard.cli.reference import (
     accumulate_with_masters,
     bits,
     clip_,
-    first_unequal,
+    first_difference,
     loop,
     weights,
 )
@@ -26,17 +26,6 @@ __all__ = [
     "loop",
     "weights",
 ]
-
-
-def first_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
-    """Return one line on the first difference; empty if the names are the same and `first_unequal` finds nothing."""
-    if got.keys() != want.keys():
-        return f"names differ: {sorted(got.keys() ^ want.keys())}"
-    for name, tensor in want.items():
-        if found := first_unequal(got[name], tensor):
-            at, have, should, count = found
-            return f"{name}: {count}, first at {at}: {have} instead of {should}"
-    return ""
 
 
 def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:

@@ -205,6 +205,7 @@ def evaluated_alone(collective: str):
 
 
 @pytest.mark.row(3)
+@pytest.mark.processes  # in a world a receiver of the program's own broadcast is not seen to wait
 @pytest.mark.parametrize("collective", ALONE)
 def test_a_rank_that_evaluates_alone_is_told_the_cure(ranks, collective):
     """At once, not at the end of the time-out, whichever collective the others wait for its result in."""

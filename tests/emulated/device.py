@@ -34,7 +34,7 @@ class Device:
         self.generator, self.another = torch.Generator("cpu"), torch.Generator("cpu")  # of both devices
         self._local = threading.local()
         self.pages = Pages(self.machine.default, on=detect)
-        self._limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
+        self.limbo: list[tuple[Block, tuple[Mark, ...]]] = []  # freed, and in use on streams that the program told of
         self.rounds_otherwise: set[str] = set()  # kernels whose results are not quite the CPU's, as a GPU's are not
         self.syncs_every = 0  # allocations, after each of which the host waits for the whole device, as cudaFree does
         self.capturing: Queue | None = None  # the stream that is being captured
@@ -91,13 +91,13 @@ class Device:
                 block, stack = self.memory.ended.popleft()
                 self.memory.end(block, stack)
                 if block.used_by:
-                    self._limbo.append((block, tuple(queue.end() for queue in (block.queue, *block.used_by))))
+                    self.limbo.append((block, tuple(queue.end() for queue in (block.queue, *block.used_by))))
                 else:
                     self.machine.launch(block.queue, Item("free", block.poison, holds=block))
                 self.races.freed(block, stack)
-            for block, marks in [*self._limbo]:
+            for block, marks in [*self.limbo]:
                 if all(mark.reached for mark in marks):
-                    self._limbo.remove((block, marks))
+                    self.limbo.remove((block, marks))
                     block.poison()
         self.pages.raise_met()
 

@@ -98,13 +98,21 @@ def _drawn(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def lose_power(schedule: Schedule) -> None:
+    """All ranks end."""
+    for task in schedule.tasks:
+        task.rank.away = GONE
+    if (me := here()) is not None:
+        schedule._hand_on(me)
+
+
 def _fails(schedule: Schedule, name: str, numbers: tuple[int, ...]) -> None:
     if (task := here()) is not None and task.rank.away == GONE:
         raise Unwind
     schedule.point(f"calls {name}")
     odds, draws = schedule.draws.odds, schedule.draws
     if schedule.strikes(odds.power, f"loses its power where it calls {name}, as all ranks do"):
-        schedule.lose_power()
+        lose_power(schedule)
     if schedule.strikes(odds.disk, f"gets an error where it calls {name}"):
         number = draws.one_of(numbers)
         raise OSError(number, os.strerror(number))

@@ -265,6 +265,17 @@ def bits(tensor: Tensor) -> Tensor:
     )
 
 
+def first_difference(got: dict[str, Tensor], want: dict[str, Tensor]) -> str:
+    """Return one line on the first difference; empty if the names are the same and `first_unequal` finds nothing."""
+    if got.keys() != want.keys():
+        return f"names differ: {sorted(got.keys() ^ want.keys())}"
+    for name, tensor in want.items():
+        if found := first_unequal(got[name], tensor):
+            at, have, should, count = found
+            return f"{name}: {count}, first at {at}: {have} instead of {should}"
+    return ""
+
+
 def first_unequal(got: Tensor, want: Tensor) -> tuple[int, str, str, str] | None:
     """Find the first unequal element: (index, both values, how many differ). NaN equals NaN, -0.0 is not 0.0."""
     got, want = got.detach().cpu(), want.detach().cpu()

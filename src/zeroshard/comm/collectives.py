@@ -332,9 +332,6 @@ class Link:
         except RuntimeError as error:
             raise self._loss(error) from error
 
-    def _relaying(self) -> list[Stream]:
-        return [self.groups.streams[at] for at in self.groups.sums]
-
     def _join(self, stream: Stream, what: Launch) -> None:
         """Join a collective that others have launched, with memory in which only this rank's parameters are valid."""
         verb, engine, bucket, *facts = what

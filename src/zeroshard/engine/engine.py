@@ -347,11 +347,22 @@ class Engine:
         with torch._C.DisableTorchFunctionSubclass():
             return [(param.dtype, param.device, param.requires_grad) for param in params]
 
+    def _check_stays(self, record: Managed, bucket: Bucket) -> None:
+        """Refuse to train what was frozen at `shard`, if an accelerator's optimizer would then step it elsewhere."""
+        away = asynchronous(self.device) and not bucket.tiers["optimizer"].on_device
+        if away and (bucket.tiers["parameters"].on_device or self.offload.stepped_there):
+            raise StateError(
+                "a parameter is to be trained that was frozen at shard(...), and its optimizer's states rest elsewhere",
+                where=f"parameter {record.name!r}, on {self.device}",
+                instead="requires_grad_(True) before shard(...), and freeze it then; or zero.unshard() and shard again",
+            )
+
     def _unfreeze(self, record: Managed) -> None:
         """Make a bucket trainable as a whole that was frozen at construction: see docs/decisions/unfreezing.md."""
         bucket: Bucket = record.param._zeroshard.bucket  # type: ignore[attr-defined]
         if self.gradients.of_bucket(bucket.plan.index) is None:
             check_trained(record.name, bucket.dtype)
+            self._check_stays(record, bucket)
             bucket.reserve_gradients()
             bucket.reserve_master()
             self._train(bucket)

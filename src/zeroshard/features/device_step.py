@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..device import TO_THE_HOST, DeviceEvent, asynchronous, blank, given
-from ..engine.build.supported_optimizers import check_by_bucket
+from ..device import DeviceEvent, asynchronous, blank
 from ..events import ends
 from ..hooks import Feature
 from ..layout.limits import ROOMS
@@ -55,7 +54,7 @@ class Rooms:
     def take(self, state: str, holder: Staged) -> Room:
         """Return a room, which the current stream may write to. It is the holder's once that has it as `room`."""
         rooms = self._rooms.setdefault(state, [])
-        room = next((each for each in rooms if not each.used), None)
+        room = next((each for each in rooms if not each.used and each.memory.numel() >= self.largest[state]), None)
         if room is None or len(rooms) < ROOMS:
             rooms.append(room := Room(self.tier.reserve("staging", self.largest[state], torch.uint8, zeroed=False)))
         rooms.remove(room)
@@ -65,12 +64,13 @@ class Rooms:
         return room
 
     def give_back(self) -> None:
-        """Give all memory back if no room is used."""
+        """Give all memory back if no room is used. The current stream waits until what was in the rooms has left: so a
+        host that leads its device takes no more memory."""
         rooms = [room for each in self._rooms.values() for room in each]
         if not any(room.used for room in rooms):
             self._rooms.clear()
             for room in rooms:
-                given(room.memory, TO_THE_HOST)
+                room.free.wait()
                 self.tier.give_back("staging", room.memory)
 
 
@@ -155,7 +155,7 @@ class Staged(Rest):
 
     def ahead(self) -> None:
         self.home.ahead()
-        if self.room is None and self._numel:
+        if self.home.pinned and self.room is None and self._numel:  # a file's bytes would first be waited for
             self._fetch(fresh=False)
 
     def behind(self) -> None:
@@ -170,9 +170,6 @@ class Staged(Rest):
     def take(self, start: int, values: Tensor, *, fresh: bool) -> DeviceEvent:
         assert self.room is None, f"{self._state} of bucket {self._bucket} is on the device"
         return self.home.take(start, values, fresh=fresh)
-
-    def give(self, start: int, to: Tensor) -> None:
-        self.home.give(start, to)
 
     def same_as(self, tensor: Tensor) -> bool:
         return self.home.same_as(tensor)
@@ -203,9 +200,6 @@ class StagedTier(Tier):
 class DeviceStepFeature(Feature):
     name = "steps of offloaded states on the device"
     page = "offload.md"
-
-    def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        check_by_bucket(optimizers if assembly.offload.stepped_there else ())
 
     def tiers(self, assembly: Assembly, plan: BucketPlan, at: dict[str, Tier]) -> dict[str, Tier]:
         on_accelerator = asynchronous(assembly.group.device)  # on the CPU device and host are one

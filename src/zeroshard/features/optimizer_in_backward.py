@@ -192,7 +192,7 @@ class InBackward(Subscriber):
             if not bucket.resident and not unit.pinned:  # its weights are not needed any more in this backward
                 bucket.close()
                 bucket.release()
-            bucket.edits.follow(asked=False)  # the update itself makes older graphs stale
+            bucket.edits.keep(asked=False)  # the update has masters follow, and makes older graphs stale
             self.step.buckets.append(bucket)
             for binding in bindings:
                 try:

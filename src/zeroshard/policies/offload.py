@@ -47,7 +47,7 @@ class Offload:
     """The tier that each state rests in: "device", "cpu" (host memory) or "nvme" (files).
 
     parameters: the shards at stage 3; at stages 0-2 every rank's copy. Brought to the device unit by unit.
-    gradients: the accumulators. optimizer: its states, and masters where there are any; it steps on the CPU.
+    gradients: the accumulators. optimizer: its states, and masters where there are any.
     Each may also be a number, the fraction of the bytes that rests in host memory (the rest stays on the device), or
         fractions by tier: `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
     step: the processor that steps states that rest beside an accelerator. "host": where they rest, so that only

@@ -222,13 +222,6 @@ class Schedule:
         self.draws.strike(f"{me.name} {what}")
         return True
 
-    def lose_power(self) -> None:
-        """All ranks end."""
-        for task in self.tasks:
-            task.rank.away = GONE
-        if (me := here()) is not None:
-            self._hand_on(me)
-
     def leave(self, rank: Rank, away: str) -> None:
         """A rank is gone or silent from now on: no rank hears of it any more."""
         rank.away = away

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...comm.agreement import Group
 from ...comm.transport import Work
-from ...device import TO_THE_HOST, given, users
+from ...device import users
 from ...errors import StateError, UserError
 from ...events import ends
 from ...hooks import features, first
@@ -432,10 +432,7 @@ class Bucket:
         elif stored.is_cpu:
             cast = master.to(self.dtype)
             through = self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False)
-            if cast is master:
-                through.wait()  # the next update writes to master
-            else:
-                given(cast, TO_THE_HOST)
+            through.wait()  # the next update writes to master, or another cast to this one's memory
         elif master.dtype == self.dtype:
             self.master.rest.give(0, stored)
         else:

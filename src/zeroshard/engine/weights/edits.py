@@ -150,7 +150,7 @@ class Edits:
             asked = asked or not self._silent
             edited = changed and reseed_(master, self._brought(params, master), asked=asked)
             self._agreed = now
-            with state.here(changed=edited):
+            with state.here(changed=edited or (changed and not asked)):
                 return edited
 
     def _brought(self, params: Tensor, master: Tensor) -> Tensor:

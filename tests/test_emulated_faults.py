@@ -26,7 +26,7 @@ import reference
 import zeroshard
 from emulated.device import device
 from zeroshard import Comm, Layout, Offload
-from zeroshard.comm import collectives, ending, groups, launch_log, watch
+from zeroshard.comm import agreement, collectives, ending, groups, launch_log, watch
 from zeroshard.comm.collectives import Link
 from zeroshard.comm.process_group import ProcessGroup
 from zeroshard.errors import PeerError
@@ -114,6 +114,35 @@ def one_device_is_late(stage):
         step(model, optimizer, number)
     a_slow_kernel()
     assert_plain(model, zero)
+
+
+def one_is_late_to_a_broadcast(stage):
+    """By more than a slice of a wait: to what rank 0's states are sent by, whose receivers wait without a bucket."""
+    broadcast, late = agreement.Group.broadcast, []
+
+    def after_a_slow_kernel(group, tensor, *given, **settings):
+        if tensor.device.type == "emu":
+            a_slow_kernel()
+            late.append(tensor.numel())
+        return broadcast(group, tensor, *given, **settings)
+
+    agreement.Group.broadcast = after_a_slow_kernel
+    model = build().to("emu")
+    optimizer = adam(model.parameters())
+    loss(model, batch(0, 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    step(model, optimizer, 1)
+    with zero.gathered():
+        return len(late), {name: each.cpu() for name, each in reference.weights(model).items()}
+
+
+def test_a_device_that_is_late_to_a_broadcast_ends_no_communicator():
+    """A time-out for the wait would abort the group at its end."""
+    (first, want), (second, got) = emulated.run(2, one_is_late_to_a_broadcast, 1, group="emuccl")
+    assert first == second > 4
+    reference.assert_same(got, want)
 
 
 @pytest.mark.parametrize("group", ["emuccl", "cpu:gloo,emu:emuccl"])

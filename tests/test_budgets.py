@@ -204,7 +204,7 @@ def launches(stage):
 OURS = ("engine/", "comm/", "tiers/", "features/", "arithmetic/sums.py", "arithmetic/exact_norms.py", "device.py")
 # Of each bucket in each backward: exchange 1, sum of two ranks 3; at stage 3 two gathers of a cast and a collective, two
 # placeholders, and 4 that take edits. Of each bucket in each step: norm 16, scaled 1, average 1; before stage 3 edits 4, cast and
-# gather 2. Of a step: the rest of the norm. docs/gpus.md has these numbers.
+# gather 2. Of a step: the rest of the norm.
 OF_A_BACKWARD, OF_A_STEP, ONCE = dict.fromkeys(STAGES, 4) | {3: 14}, dict.fromkeys(STAGES, 24) | {3: 18}, 44
 
 

@@ -1264,8 +1264,43 @@ def test_a_tensor_of_another_shape_at_a_parameter_that_is_cut_is_refused(when):
         ranks.run(2, of_another_shape, 3, when, elementwise=True)
 
 
-def test_a_tensor_of_another_shape_at_a_parameter_that_is_not_cut_works():
-    ranks.run(2, of_another_shape, 3, "before", whole=True)
+@pytest.mark.parametrize("each", [0, 1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_tensor_of_another_shape_at_a_parameter_that_is_not_cut_works(each):
+    ranks.run(2, of_another_shape, each, "before", whole=True)
+
+
+def seen_in_a_step(stage):
+    """How many parts of a parameter an optimizer of whole tensors sees with its attribute of another shape."""
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = type("Attributed", (Attributed,), {"whole": True})(model.parameters(), 0.05)
+    model[2].weight.mask = torch.ones(len(model[2].weight), 1)
+    zeroshard.shard(model, optimizer, stage=stage, layout=zeroshard.Layout(align=1))
+    return sum(hasattr(part, "mask") for part in optimizer.param_groups[0]["params"] if part.numel())
+
+
+@pytest.mark.parametrize("each", [0, 1])
+def test_whole_parts_have_such_a_tensor_wherever_bounds_lie(each):
+    found = ranks.run(2, seen_in_a_step, each)
+    assert sum(found) == (2 if each == 0 else 1)
+
+
+def followed(stage, in_backward):
+    torch.manual_seed(1)
+    model = models.build("mlp", sizes=SIZES)
+    optimizer = type("Attributed", (Attributed,), {"elementwise": True})(model.parameters(), 0.05)
+    zero = zeroshard.shard(model, optimizer, stage=stage, optimizer_in_backward=in_backward)
+    for step in range(3):
+        model[2].weight.scale = 1.0 - 0.25 * step
+        models.loss("mlp", model, models.batch("mlp", step, ranks.rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return {name: each.clone() for name, each in model.named_parameters()}
+
+
+def test_attributes_are_followed_in_backward_too():
+    for stepped, early in zip(ranks.run(2, followed, 1, False), ranks.run(2, followed, 1, True), strict=True):
+        assert all(torch.equal(early[name], each) for name, each in stepped.items())
 
 
 TABLES = {

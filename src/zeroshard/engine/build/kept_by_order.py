@@ -28,17 +28,19 @@ class Kept(NamedTuple):
 def kept_by_order(optimizer: torch.optim.Optimizer) -> list[Kept]:
     """Return the tensors of each attribute whose tensors have the shapes of parameters, in the parameters' order.
 
-    Several tensors may leave parameters out, as where matrices alone have a mask; a single tensor must be for the
-    only parameter. Numbers are no evidence: at least one tensor has several elements.
+    Tensors may leave out parameters of other shapes, as where matrices alone have a mask; a single tensor must be for
+    the only parameter. Numbers are no evidence: at least one tensor has several elements. What the class says is
+    `unsaved` is its own affair.
     """
     params = updated(optimizer)
-    own = set(map(id, params))
+    own, unsaved = set(map(id, params)), getattr(optimizer, "unsaved", ())
     found = []
     for name, value in vars(optimizer).items():
-        tensors = list(tensors_of(value)) if name not in ("state", "param_groups") else []
+        tensors = list(tensors_of(value)) if name not in ("state", "param_groups", *unsaved) else []
         if any(id(each) in own for each in tensors) or all(each.numel() < 2 for each in tensors):
             continue
-        if len(tensors) == len(params) or 1 < len(tensors) < len(params):
+        shapes = {each.shape for each in tensors}
+        if len(tensors) == len(params) or 1 < len(tensors) == sum(param.shape in shapes for param in params):
             rest = iter(params)  # each tensor takes the next parameter of its shape
             pairs = [(each, next((p for p in rest if p.shape == each.shape), None)) for each in tensors]
             matched = [Kept(name, each, param) for each, param in pairs if param is not None]
@@ -60,7 +62,8 @@ def refuse_order(kept: list[Kept], where: str) -> None:
     """Refuse attributes that hold a tensor for each parameter: a rank's groups hold parts of some of them."""
     for name, tensor, _ in kept[:1]:
         raise UserError(
-            "an optimizer keeps a tensor for each parameter in an attribute, and a step gets this rank's parts of some",
+            "an optimizer keeps a tensor for each parameter in an attribute, and a step would pair them with other "
+            "parameters: its groups hold this rank's parts",
             where=f"{where}, attribute {name!r}",
             expected="optimizer.state[param] = {name: tensor}, which zeroshard cuts and saves with the parameter",
             got=f"{sum(each.name == name for each in kept)} tensors in the parameters' order, the first of shape "

@@ -123,10 +123,10 @@ def _said(before: Any, after: Any) -> str:
 
 def _instead(optimizer: Any, name: str, kept: list[Kept]) -> str:
     """Say where else to keep what a step changes in an attribute of this name."""
-    if set(map(id, tensors_of(getattr(optimizer, name)))) & set(map(id, updated(optimizer))):
+    if set(map(id, tensors_of(getattr(optimizer, name, None)))) & set(map(id, updated(optimizer))):
         return (
             f"walk self.param_groups in step(): these are this rank's parts, which no list of parameters has, such as "
-            f"self.{name}"
+            f"self.{name}; or, if a step does not use it, say so on the class: unsaved = ({name!r},)"
         )
     state = any(each.name == name for each in kept)
     place = cure(name) if state else f"keep it in optimizer.param_groups[0][{name!r}]"
@@ -152,9 +152,10 @@ def check_states(optimizer: Any, where: str, *, held: bool = True) -> None:
 
 def _check_kinds(optimizer: Any, where: str) -> None:
     """Refuse states that a checkpoint could not hold: neither tensors nor numbers or text."""
+    unsaved = getattr(optimizer, "unsaved", ())  # of which a save refuses what it cannot hold
     for state in optimizer.state.values():
         for name, value in state.items() if isinstance(state, Mapping) else ():
-            if not isinstance(value, (Tensor, int, float, str, type(None))):
+            if name not in unsaved and not isinstance(value, (Tensor, int, float, str, type(None))):
                 own = sorted(vars(value)) if hasattr(value, "__dict__") else []
                 raise UserError(
                     "an optimizer keeps a state that is neither a tensor nor a number or text, and a checkpoint could "
@@ -163,7 +164,7 @@ def _check_kinds(optimizer: Any, where: str) -> None:
                     expected="tensors, numbers, text, True, False or None, each a state by itself",
                     got=f"{type(value).__name__}{f' with {own}' if own else ''}"[:200],
                     instead=f"what it holds as states: self.state[p]['{name}_{own[0] if own else 0}'] = a tensor or a "
-                    "number, and functions that are given these in place of its methods",
+                    f"number; or, for a run that is never saved, say so on the class: unsaved = ({name!r},)",
                 )
 
 
@@ -403,12 +404,17 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
         held = value.detach()
-        return "tensor", tuple(held.shape), fingerprint(held) if held.numel() > 1 else ask(held).tolist()
+        return "tensor", tuple(held.shape), _bits(held) if held.numel() > 1 else ask(held).tolist()
     if isinstance(value, Mapping):
         return {key: _comparable(each) for key, each in value.items() if isinstance(key, (str, int))}
     if isinstance(value, (list, tuple)):
         return [_comparable(each) for each in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
+
+
+def _bits(held: Tensor) -> Any:
+    """Return a digest of a small tensor, wherever it is."""
+    return fingerprint(ask(held).contiguous())
 
 
 @functools.cache

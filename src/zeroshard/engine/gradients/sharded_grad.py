@@ -25,7 +25,10 @@ from .grad_scaler import unscale
 aten = torch.ops.aten
 
 
-_AVERAGED = "leave the collective out: backward has averaged gradients over the ranks already"
+_AVERAGED = (
+    "leave the collective out, if it is over the ranks that shard(...) was given: backward has averaged gradients over "
+    "them already; over another group p.grad.full_tensor()"
+)
 
 
 class Keeper(Protocol):

@@ -52,20 +52,21 @@ class Attributes:
         for param, fragments, known in list(self._given.values()):
             now = vars(param)
             if len(now) == len(known) == 1 or (
-                len(now) == len(known) and all(now.get(name) is value for name, value in known.items())
+                len(now) == len(known) and all(now.get(name, param) is value for name, value in known.items())
             ):
                 continue
-            self.give(param, fragments)
             for name, value in now.items() if self._strict else ():
                 if name != OWN and not hasattr(value, OWN) and not all(_fits(name, value, each) for each in fragments):
                     slot = fragments[0].slot
                     raise refusal(f"{self._where}, parameter {slot.name!r}, attribute {name!r}", slot.shape, value)
+            self.give(param, fragments)
 
 
 def check_attributes(param: nn.Parameter, where: str) -> None:
     """Refuse tensors among the attributes of a parameter that may be cut, if they cannot be cut with it."""
-    for name, value in vars(param).items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != param.shape:
+    for name, value in vars(param).items() if param.requires_grad else ():
+        given = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+        if given and value.numel() != 1 and value.shape != param.shape:
             raise refusal(f"{where}, attribute {name!r}", tuple(param.shape), value)
 
 
@@ -88,7 +89,8 @@ def _fits(name: str, value: Any, fragment: Fragment) -> bool:
     if value.numel() == 1 or tuple(value.shape) == fragment.slot.shape:
         return True
     slot = fragment.slot
-    return not slot.matrix and fragment.elements.numel in (0, slot.numel) and not fragment.bucket.plan.cuts(slot)
+    none = not fragment.elements.numel and not fragment.bucket.plan.cuts(slot)  # another rank has all of it
+    return not slot.matrix and (fragment.elements.numel == slot.numel or none)
 
 
 def _part(value: Any, fragment: Fragment) -> Any:

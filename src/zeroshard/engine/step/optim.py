@@ -370,10 +370,6 @@ class Binding(Transaction):
         self.watcher.check_edits()
         self.report_divided()
         self.check_states()
-        try:
-            self.attributes.follow()
-        except UserError as error:
-            self.group.report(error)  # the others are on their way to this step
         options, edits, number = self.options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
         having = sorted(self.gradients.having(self._entries))
         self.schedule.meet(
@@ -396,7 +392,12 @@ class Binding(Transaction):
                 bucket.changed()
 
     def check_states(self) -> None:
-        """Report states that the program has set for the model's own parameters: a step uses fragments' states."""
+        """Give fragments what the program has set as attributes of its parameters, and report states that it has set
+        for these: a step uses fragments' states."""
+        try:
+            self.attributes.follow()
+        except UserError as error:
+            self.group.report(error)  # the others are on their way to this step
         added = set(map(id, self._holds())) if any(id(key) in self.own for key in self.optimizer.state) else set()
         strays: list[Any] = [key for key in self.optimizer.state if id(key) in self.own - added]
         for param in strays:

@@ -45,6 +45,7 @@ class Alone:
         self._ledger = ledger
         self._watch = watch
         self.around: Around | None = None
+        self.stepping = False  # does the optimizer's own `step` run? It may call its base class's, which torch hooks
 
     def wants(self, bucket: Bucket) -> bool:
         """Tell if a bucket must be stepped separately, wherever its states rest."""
@@ -60,7 +61,11 @@ class Alone:
             self._averages.give(fragments, given)
             watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
             with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched, seen():
-                own_step(type(self._optimizer))(self._optimizer)
+                self.stepping = True
+                try:
+                    own_step(type(self._optimizer))(self._optimizer)
+                finally:
+                    self.stepping = False
             self._states.replaced(fragments, inside=True)
             for fragment in fragments:
                 fragment.param.grad = None

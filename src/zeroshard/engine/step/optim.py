@@ -287,6 +287,8 @@ class Binding(Transaction):
                 expected="states on the device, and gradients in the dtype that the optimizer updates",
                 instead="optimizer.step() without torch.compile",
             )
+        if self._nested():
+            return None
         if backward_is_running():
             raise StateError(
                 "optimizer.step() inside backward: the gradients are not summed over the ranks yet",
@@ -294,8 +296,6 @@ class Binding(Transaction):
                 instead="optimizer.step() after loss.backward(), from no hook of a parameter; with "
                 "shard(..., optimizer_in_backward=True) backward has updated all parameters by then",
             )
-        if self._nested():
-            return None
         self._watch(False)  # of a step that an exception left
         self.call, self._bound_now = Call(_STEP), False
         self.group.ledger.end("step")  # of a step that an exception left
@@ -363,6 +363,8 @@ class Binding(Transaction):
 
     def _nested(self) -> bool:
         """Tell if a running step of the same optimizer calls this one (`super().step()`: torch hooks both)."""
+        if self.alone.stepping:
+            return True
         return self._bound_now and self.call is not None and Call(_STEP) != self.call and self.call.running()
 
     def _begin(self) -> None:

@@ -28,7 +28,8 @@ from torch.nn import functional as F
 import zeroshard
 from zeroshard import Offload
 from zeroshard.planner import predict_tiers
-from zeroshard.planner.files import predict_moves
+from zeroshard.planner.built import holding
+from zeroshard.planner.files import moves
 
 PLACES: dict[str, dict[str, str]] = {
     "device": {},
@@ -61,7 +62,7 @@ def train(size: str, stage: int, place: str, steps: int, folder: str) -> dict[st
         moved = [traffic[verb].logical - old if verb in traffic else 0 for verb, old in zip(VERBS, before, strict=True)]
     held = {tier: sum(states.values()) for tier, states in zero.ledger().tiers.items() if any(states.values())}
     said = {tier: sum(states.values()) for tier, states in predict_tiers(zero).items()}
-    planned = list(predict_moves(zero))
+    planned = list(moves(holding(zero)))
     with zero.gathered():
         weights = b"".join(param.detach().numpy().tobytes() for param in model.parameters())
     return {

@@ -309,5 +309,5 @@ def test_a_collective_of_a_gradient_hears_that_it_is_averaged(stage):
     model = nn.Linear(8, 8)
     zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     model(torch.ones(2, 8)).sum().backward()
-    with pytest.raises(StateError, match="leave the collective out, if it is over the ranks that shard"):
+    with pytest.raises(StateError, match="leave it out if it is over the ranks of shard"):
         torch.ops._c10d_functional.all_reduce(model.weight.grad, "sum", "0")

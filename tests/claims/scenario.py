@@ -14,7 +14,8 @@ import zeroshard
 from zeroshard.engine.gradients.reduction import PAUSE, UNHURRIED
 from zeroshard.errors import PeerError
 from zeroshard.planner import predict_tiers
-from zeroshard.planner.files import Moves, predict_moves
+from zeroshard.planner.built import holding
+from zeroshard.planner.files import Moves, moves
 
 from .features import Case
 from .plain import BATCHES, CLIP, LOSS, adamw
@@ -106,7 +107,7 @@ def run(case: Case, folder: Path, source: Path) -> Outcome:
         moved.append(Moves(*(traffic[verb].logical if verb in traffic else 0 for verb in ("read", "write"))))
     predicted = predict_tiers(this.zero)
     last = Moves(*(after - before for before, after in zip(*moved[-2:], strict=True)))
-    files = predict_moves(this.zero, accumulate=case.micro), last
+    files = moves(holding(this.zero), accumulate=case.micro), last
     ledger = this.ledger()
     trained = this.weights()
     this.zero.save(folder / "saved")

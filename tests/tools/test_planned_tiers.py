@@ -16,7 +16,8 @@ from zeroshard.cli.config import PLACED, InputError, offload_of, places
 from zeroshard.features import nvme
 from zeroshard.layout.stage import STATES
 from zeroshard.planner import disk, files, predict_tiers
-from zeroshard.planner.files import closed_moves, predict_moves
+from zeroshard.planner.built import holding
+from zeroshard.planner.files import closed_moves, moves
 
 WIDTH, LAYERS, STEPS = 20, 5, 3
 BF16 = Precision(param_dtype=torch.bfloat16, cast_inputs=True)
@@ -111,7 +112,7 @@ def test_the_closed_form_of_a_steps_files_is_the_replay_without_what_buffers_sti
     optimizer = torch.optim.AdamW(blocks.parameters())
     zero = zeroshard.shard(blocks, optimizer, stage=stage, precision=BF16, offload=offload(where, tmp_path))
     held = predict_tiers(zero)["nvme"]
-    exact = predict_moves(zero)
+    exact = moves(holding(zero))
     closed = closed_moves(held, zero.placements, mastered=True)
     slot = 256 * 256 * 4
     assert closed.written == exact.written

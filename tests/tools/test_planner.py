@@ -219,15 +219,9 @@ def test_one_replica_saves_nothing():
     assert not any(key.startswith("saved") for key in plan.json()["replicas"])
 
 
-def test_replicas_may_be_called_instances():
-    """The older name, on the command line; not both."""
-    assert "two names of one thing" in run("--params", "8B", "--ranks", 8, "--instances", 4, "--replicas", 4).stderr
-    shown = [
-        run(*["--params", "8B", "--preset", "paper", "--ranks", "8", "--stage", "1"], option, 4).stdout
-        for option in ("--replicas", "--instances")
-    ]
-    assert shown[0] == shown[1]
-    assert re.search(r"1 +NCCL +18,000,000,000 +19,000,000,000 +5\.3 %", shown[0])
+def test_replicas_are_an_option():
+    shown = run("--params", "8B", "--preset", "paper", "--ranks", 8, "--stage", 1, "--replicas", 4).stdout
+    assert re.search(r"1 +NCCL +18,000,000,000 +19,000,000,000 +5\.3 %", shown)
 
 
 def test_replicas_change_what_is_reduced_gathered_and_on_each_link():

@@ -79,7 +79,7 @@ def test_an_option_is_a_field_of_its_policy():
         "prefetch": 3, "replicas": 2, "hosts": 1, "transport": "shared", "optimizer_over": "all", "timeout": 5.0, "overlap": True,
         "reduce": "ordered", "precision": "bf16", "grad_dtype": "bf16", "fp8": "*.w,*.v", "optimizer_in_backward": True,
     }  # fmt: skip
-    assert {*given} == NAMES - {"instances"}
+    assert {*given} == NAMES
     assert policies(given) == {
         "precision": Precision(torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True, fp8=("*.w", "*.v")),
         "layout": Layout(

@@ -68,12 +68,6 @@ def show_plan(
 
 def _planned(options: dict[str, Any]) -> Plan:
     offload = planned_offload(_places(options))
-    if (older := options.pop("instances", None)) is not None:
-        if options["replicas"] is not None:
-            raise InputError(
-                f"--replicas and --instances are two names of one thing; instead: --replicas {options['replicas']}"
-            )
-        options["replicas"] = older
     rest = {name: value for name, value in options.items() if name not in NAMES}
     # Of a number and of shapes there is a preset of it, as fp32 is all policies' default.
     if options.get("job") is None and options.get("precision") == "fp32" and policies(options)["precision"] is None:
@@ -107,7 +101,7 @@ def check_plan(*, as_json: bool, **settings: Any) -> int:
     from zeroshard.cli.check import Check, check
 
     job, stage = settings["job"], settings["stage"]
-    run, policy = ("ranks", "accumulate", "no_sync"), NAMES - {"experts", "fp8", "whole", "instances"}
+    run, policy = ("ranks", "accumulate", "no_sync"), NAMES - {"experts", "fp8", "whole"}
     offload = _places(settings)
     other = {name: value for name, value in settings.items() if name not in (*run, *policy, "job", "stage") and value}
     if job is None or other:

@@ -15,19 +15,15 @@ A step averages gradients in memory and leaves the sum in the file. Where none r
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..events import DEVICE
 from ..layout.limits import STAGING_ROOMS
 from ..layout.partition import BucketPlan, Partition
 from ..layout.stage import ALONE, Placements, Seat
 from ..layout.states import Master
-from .built import holding
 from .recipes import Recipe
 from .states import At, Holding, of_recipe
-
-if TYPE_CHECKING:
-    from ..api import Zero
 
 
 class Moves(NamedTuple):
@@ -209,9 +205,3 @@ def closed_moves(
     read = whole * (2 * accumulate + (not (mastered and placements.together)) + published)
     written = whole * (1 + published)
     return Moves(read + kept + added * (backwards if first else 1), written + kept + added * backwards)
-
-
-def predict_moves(zero: Zero, *, accumulate: int = 1, no_sync: bool = False) -> Moves:
-    """Predict the bytes that this rank moves in a step, as `zero.ledger().traffic` counts "read" and "write"."""
-    releases = zero._engine.schedule.settings.release_after_forward
-    return moves(holding(zero), accumulate=accumulate, no_sync=no_sync, releases=releases)

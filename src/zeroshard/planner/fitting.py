@@ -441,7 +441,6 @@ def precision_of(recipe: Recipe, *, stored: bool = False) -> Words | None:
 D, H, F = DEVICE, HOST, NVME
 WHOLE = ({D: PARTS}, {H: PARTS}, {F: PARTS})
 QUARTERS = tuple({D: PARTS - at, H: at} for at in range(QUARTER, PARTS, QUARTER))
-MIXES = ((D, H), (H, F), (D, F), (D, H, F))
 
 
 def frames(base: Asked, numbers: Numbers, *, filed: bool, tell: bool) -> Iterator[tuple[Way, tuple[str, ...]]]:

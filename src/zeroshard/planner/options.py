@@ -15,7 +15,6 @@ OPTIONS = {  # the option, as Python spells it, and (policy, field)
     "fp8": ("Precision", "fp8"),
     "grad_dtype": ("Precision", "grad_dtype"),
     "hosts": ("Comm", "hosts"),
-    "instances": ("Comm", "replicas"),
     "matrices": ("Layout", "matrices"),
     "optimizer_over": ("Comm", "optimizer"),
     "overlap": ("Comm", "overlap"),
@@ -37,7 +36,7 @@ VALUES = {
     "whole": '["*.weight"]',
 }
 # Fields of which the option has another name, and what else an error may name.
-OTHERS = {f"{policy}.{field}": name for name, (policy, field) in OPTIONS.items() if name not in (field, "instances")}
+OTHERS = {f"{policy}.{field}": name for name, (policy, field) in OPTIONS.items() if name != field}
 OTHERS |= {"Offload.parameters": "offload", "Offload.activations": "--offload-activations"}
 OTHERS |= {"Comm(optimizer=": "Comm(optimizer_over="}
 OTHERS |= {"Machine.cluster": "Machine.machine", "Machine(cluster=": "Machine(machine="}

@@ -154,9 +154,6 @@ class Sharding:
         unset(RUN, 'Parameters that are never cut: "*.attn.*,*.mlp.*" (shapes, jobs).', "PATTERNS"),
     ] = None
     matrices: Stacked = None
-    instances: Annotated[int | None, unset(RUN, "An older name of --replicas.", None, "--instances", hidden=True)] = (
-        None
-    )
 
 
 class Bytes:

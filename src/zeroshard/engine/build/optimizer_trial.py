@@ -404,17 +404,13 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
         held = value.detach()
-        return "tensor", tuple(held.shape), _bits(held) if held.numel() > 1 else ask(held).tolist()
+        there = ask(held).contiguous()
+        return "tensor", tuple(held.shape), fingerprint(there) if held.numel() > 1 else there.tolist()
     if isinstance(value, Mapping):
         return {key: _comparable(each) for key, each in value.items() if isinstance(key, (str, int))}
     if isinstance(value, (list, tuple)):
         return [_comparable(each) for each in value]
     return value if isinstance(value, (int, float, str, bool, type(None))) else type(value).__name__
-
-
-def _bits(held: Tensor) -> Any:
-    """Return a digest of a small tensor, wherever it is."""
-    return fingerprint(ask(held).contiguous())
 
 
 @functools.cache

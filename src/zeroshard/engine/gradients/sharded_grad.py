@@ -25,10 +25,7 @@ from .grad_scaler import unscale
 aten = torch.ops.aten
 
 
-_AVERAGED = (
-    "leave the collective out, if it is over the ranks that shard(...) was given: backward has averaged gradients over "
-    "them already; over another group p.grad.full_tensor()"
-)
+_AVERAGED = "leave it out if it is over the ranks of shard(...), as backward has averaged; else p.grad.full_tensor()"
 
 
 class Keeper(Protocol):

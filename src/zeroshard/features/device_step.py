@@ -155,7 +155,7 @@ class Staged(Rest):
 
     def ahead(self) -> None:
         self.home.ahead()
-        if self.home.pinned and self.room is None and self._numel:  # a file's bytes would first be waited for
+        if self.room is None and self._numel:
             self._fetch(fresh=False)
 
     def behind(self) -> None:

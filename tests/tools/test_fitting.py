@@ -35,7 +35,7 @@ SMALL = 4 * MB  # parameters, in four units
 
 
 def asked(ranks, device, host, files, preset="zeroshard", seq=8):
-    disk = Disk(2e9, 1e9, 1.5e9, size=files) if files else None
+    disk = Disk(2e9, 1e9, size=files) if files else None
     return Asked(
         ranks=ranks, stages=(0, 1, 2, 3), recipe=recipes.PRESETS[preset], layout=Layout().on(accelerator=True),
         comm=Comm(), gpu_mem=device, host_mem=host, disk=disk, units=4, batch=1, seq=seq, gpu="4090", accelerator=True,

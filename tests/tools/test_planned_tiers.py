@@ -12,7 +12,7 @@ import ranks
 import zeroshard
 from flat import plan_of
 from zeroshard import Machine, Model, Offload, Precision
-from zeroshard.cli.config import PLACED, InputError, offload_of, places
+from zeroshard.cli.config import InputError, offload_of, places
 from zeroshard.features import nvme
 from zeroshard.layout.stage import STATES
 from zeroshard.planner import disk, files, predict_tiers
@@ -238,7 +238,7 @@ def test_a_resumed_run_keeps_its_tiers(tmp_path):
     assert resumed("--steps", 2) == kept
     assert resumed("--steps", 3, "--offload-gradients", "cpu") == {**kept, "offload_gradients": "cpu"}
     assert resumed("--steps", 4, "--offload", "cpu", "--offload-activations", "cpu") == {
-        f"offload_{what}": "cpu" for what in PLACED
+        f"offload_{what}": "cpu" for what in (*STATES, "activations")
     }
 
 

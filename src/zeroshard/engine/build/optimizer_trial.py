@@ -404,8 +404,8 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, Tensor):
         held = value.detach()
-        there = ask(held).contiguous()
-        return "tensor", tuple(held.shape), fingerprint(there) if held.numel() > 1 else there.tolist()
+        bits = fingerprint(ask(held).contiguous()) if held.numel() > 1 else ask(held).tolist()
+        return "tensor", tuple(held.shape), bits
     if isinstance(value, Mapping):
         return {key: _comparable(each) for key, each in value.items() if isinstance(key, (str, int))}
     if isinstance(value, (list, tuple)):

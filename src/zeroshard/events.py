@@ -230,6 +230,13 @@ class Ledger:
         self.record.events.append(event)
         return event
 
+    @contextlib.contextmanager
+    def copied(self, state: str, bucket: int, nbytes: int, *, leaves: bool = False) -> Iterator[None]:
+        """Note a copy that runs inside the block. leaves: from the device, so its bytes are `sent`; else to it."""
+        event = self.note("copy", state=state, bucket=bucket, logical=nbytes, sent=nbytes if leaves else 0)
+        yield
+        ends(event)
+
     def snapshot(self) -> Ledger:
         """Return a copy that no longer changes."""
         with self._lock:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from ..device import DeviceEvent, asynchronous, blank
-from ..events import ends
 from ..hooks import Feature
 from ..layout.limits import ROOMS
 from ..layout.partition import BucketPlan
@@ -82,7 +81,7 @@ class Staged(Rest):
     def __init__(self, home: Rest, rooms: Rooms, state: str, bucket: int, numel: int, dtype: torch.dtype) -> None:
         """home: where it rests."""
         self.home, self.pinned = home, home.pinned
-        self._rooms, self._state, self._bucket = rooms, state, bucket
+        self._rooms, self._ledger, self._state, self._bucket = rooms, rooms.tier.ledger, state, bucket
         self._numel, self._dtype, self._nbytes = numel, dtype, numel * dtype.itemsize
         self.room: Room | None = None
         self._came = DeviceEvent()
@@ -133,25 +132,18 @@ class Staged(Rest):
     def _fetch(self, *, fresh: bool) -> None:
         room = self._rooms.take(self._state, self)
         if not fresh:
-            with self._copied(self._nbytes):
+            with self._ledger.copied(self._state, self._bucket, self._nbytes):
                 self._came = self.home.bring(0, self._view(room))
         self.room = room
 
     def _put_back(self) -> None:
         assert self.room is not None
         if self._dirty:
-            with self._copied(self._nbytes, leaves=True):
+            with self._ledger.copied(self._state, self._bucket, self._nbytes, leaves=True):
                 self.room.free = self.home.take(0, self._view(self.room), fresh=True)
             self.home.behind()
         self.room, self._dirty = None, False
         self._rooms.give_back()
-
-    @contextlib.contextmanager
-    def _copied(self, nbytes: int, *, leaves: bool = False) -> Iterator[None]:
-        ledger, sent = self._rooms.tier.ledger, nbytes if leaves else 0
-        copied = ledger.note("copy", state=self._state, bucket=self._bucket, logical=nbytes, sent=sent)
-        yield
-        ends(copied)
 
     def ahead(self) -> None:
         self.home.ahead()

@@ -29,7 +29,6 @@ from ...comm.agreement import Group
 from ...comm.transport import Work
 from ...device import TO_THE_DEVICE, DeviceEvent, behind, event, streams
 from ...errors import TierError
-from ...events import ends
 from ...layout.partition import BucketPlan
 from ...layout.stage import Degree
 from ...tiers.tier import Part, Rest, Tier
@@ -201,13 +200,9 @@ class Flat:
         with self.copied(to.nbytes):
             self.rest.give(self.owned[0] - self.first, to)
 
-    @contextlib.contextmanager
-    def copied(self, nbytes: int, *, leaves: bool = False) -> Iterator[None]:
-        """Note a copy that runs inside the block. leaves: from the device, so its bytes are `sent`; else to it."""
-        sent = nbytes if leaves else 0
-        copied = self.team.ledger.note("copy", state=self.state, bucket=self.plan.index, logical=nbytes, sent=sent)
-        yield
-        ends(copied)
+    def copied(self, nbytes: int, *, leaves: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Note a copy that runs inside the block: see `Ledger.copied`."""
+        return self.team.ledger.copied(self.state, self.plan.index, nbytes, leaves=leaves)
 
     def copy(self, first: int, to: Tensor) -> None:
         """Copy elements from bucket element `first` on to `to`, in its dtype and on its device.

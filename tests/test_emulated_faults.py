@@ -26,7 +26,7 @@ import reference
 import zeroshard
 from emulated.device import device
 from zeroshard import Comm, Layout, Offload
-from zeroshard.comm import agreement, collectives, ending, groups, launch_log, watch
+from zeroshard.comm import abort, agreement, collectives, groups, launch_log, watch
 from zeroshard.comm.collectives import Link
 from zeroshard.comm.process_group import ProcessGroup
 from zeroshard.errors import PeerError
@@ -616,7 +616,7 @@ def test_a_model_whose_collectives_end_with_anothers_is_lost_on_all_ranks():
 class Again:
     """Ctrl-C at one line of the levelling that follows, of these files."""
 
-    FILES = tuple(each.__file__ for each in (collectives, ending, groups, watch, launch_log))
+    FILES = tuple(each.__file__ for each in (collectives, abort, groups, watch, launch_log))
 
     def __init__(self, line, level):
         self.left, self.begun, self.level = line, False, level
@@ -829,7 +829,7 @@ ALL = [0, 1]
     ],
 )
 def test_what_gets_through_by_itself_is_what_no_device_waits_for_in_vain(told, limits):
-    assert [ending.complete(told)[place, (0, 1)] for place in range(len(limits))] == limits
+    assert [abort.complete(told)[place, (0, 1)] for place in range(len(limits))] == limits
 
 
 # --- a vote ---------------------------------------------------------------------------------------------------------------

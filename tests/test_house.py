@@ -255,7 +255,6 @@ def test_who_is_called_by_itself():
         ("checkpoint/files.py", "ThreadPoolExecutor"),
         ("checkpoint/saving.py", "Thread"),
         ("comm/watch.py", "Thread"),
-        ("comm/ending.py", "Thread"),
         ("comm/abort.py", "Thread"),
         ("cli/launch.py", "Thread"),
         ("comm/groups.py", "Timer"),  # logs

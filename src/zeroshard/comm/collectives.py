@@ -29,9 +29,9 @@ from torch import Tensor
 
 from ..errors import PeerError, StateError
 from ..events import Ledger
+from .abort import BY_ITSELF, Ending
 from .agreement import Progress, refuse_forked
 from .departed import LOOKS, WAITS, next_looked_at
-from .ending import BY_ITSELF, Ending
 from .frames import Call
 from .groups import Groups, launches
 from .launch_log import Launch, Stream, prune

@@ -32,10 +32,9 @@ from ..errors import Error, PeerError, UserError
 from ..hooks import features
 from ..layout.stage import Seat
 from ..policies.comm import Comm, Transport, mesh_told
-from .abort import AtOnce, prepare
+from .abort import BY_ITSELF, AtOnce, Ending, prepare
 from .agreement import lines
 from .departed import WAITS, Departed
-from .ending import BY_ITSELF, Ending
 from .frames import Call
 from .launch_log import Stream
 from .launcher import could_not_meet, find_master

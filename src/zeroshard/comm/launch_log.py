@@ -13,7 +13,7 @@ then wait for its part. Its next verb calls all ranks to a *levelling*, by messa
 A rank that waits does nothing else then, so stand-in data is never used. Afterwards the ranks are at one point, and can
 try again. If a levelling is interrupted itself, the next verb goes on with it.
 
-In a device's queue no rank stands in: see `ending.py`.
+In a device's queue no rank stands in: see `abort.py`.
 
 Named hazard, *counted is launched*: Python runs signal handlers between any two of its instructions. So a collective is
 launched and counted by one call of C: after an exception it is counted exactly if it was sent.

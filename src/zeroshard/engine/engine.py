@@ -41,7 +41,7 @@ from .gradients.sums import Delivery
 from .step.guarded_state import guard
 from .step.optim import Binding
 from .step.schedule import Schedule
-from .weights.bucket import Bucket, Place
+from .weights.bucket import Bucket, Place, publish
 from .weights.codec import Values
 from .weights.guard import (
     cover_constructors,
@@ -53,7 +53,6 @@ from .weights.guard import (
     weak,
 )
 from .weights.modes import seen, unseen
-from .weights.publish import publish
 from .weights.transaction import Transaction
 from .weights.unit import Managed, Unit, units_named
 

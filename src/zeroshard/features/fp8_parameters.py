@@ -21,10 +21,9 @@ from torch import Tensor, nn
 
 from ..arithmetic import fp8
 from ..arithmetic.sums import same_bits, simulated
-from ..engine.weights.bucket import Bucket
+from ..engine.weights.bucket import Bucket, publish
 from ..engine.weights.codec import Plain
 from ..engine.weights.gathered import alias
-from ..engine.weights.publish import publish
 from ..engine.weights.unit import Managed, Unit, matching
 from ..errors import StateError, TierError, UserError
 from ..events import ends

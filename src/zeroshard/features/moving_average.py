@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ..engine.gradients.subscriber import Subscriber
 from ..engine.step.schedule import Schedule
-from ..engine.weights.bucket import Bucket
+from ..engine.weights.bucket import Bucket, publish
 from ..engine.weights.flat import Flat
 from ..engine.weights.guard import weak
 from ..engine.weights.modes import unseen
-from ..engine.weights.publish import publish
 from ..errors import StateError, UserError
 from ..hooks import Feature
 from ..layout.partition import Slot

@@ -24,9 +24,8 @@ from ..engine.gradients.gradient import Gradients
 from ..engine.gradients.subscriber import Subscriber
 from ..engine.step.optim import Binding
 from ..engine.step.schedule import Schedule
-from ..engine.weights.bucket import Bucket
+from ..engine.weights.bucket import Bucket, publish
 from ..engine.weights.guard import weak
-from ..engine.weights.publish import publish
 from ..engine.weights.transaction import Transaction
 from ..errors import StateError, TierError, UserError
 from ..hooks import Feature

@@ -25,9 +25,8 @@ from ...errors import StateError, TierError, UserError, without_own_lines
 from ..gradients.accumulator import Entry
 from ..gradients.backward import backward_is_running
 from ..gradients.gradient import Gradients
-from ..weights.bucket import Bucket, Place
+from ..weights.bucket import Bucket, Place, publish
 from ..weights.modes import unseen
-from ..weights.publish import publish
 from ..weights.tracing import traced
 from ..weights.transaction import Transaction
 from .attributes import Attributes

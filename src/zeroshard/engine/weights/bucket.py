@@ -448,3 +448,21 @@ class Bucket:
             if not self.resident:  # invalidate views of the gathered copy too: the program may hold some
                 torch.autograd.graph.increment_version(self.full)
                 self.edits.not_an_edit()
+
+
+def publish(buckets: Sequence[Bucket], *, overlap: bool, outside: bool = False) -> None:
+    """Send updated parameters to every rank: the same buckets on all ranks. Codecs encode them before.
+
+    outside: no step made the update.
+    """
+    for bucket in buckets if outside else ():
+        bucket.codec.forget()
+        bucket.changed()
+        bucket.gathered.current &= bucket.resident
+    agreeing = [bucket.codec for bucket in buckets if bucket.codec.agrees]
+    for kind in dict.fromkeys(type(codec) for codec in agreeing):
+        kind.agree(agreeing)
+    for bucket in buckets:
+        bucket.publish(overlap=overlap)
+    for bucket in buckets:
+        bucket.published()

@@ -14,6 +14,7 @@ import zeroshard
 from zeroshard import Comm, Layout
 from zeroshard.comm import agreement
 from zeroshard.errors import PeerError
+from zeroshard.layout import mesh
 from zeroshard.policies.comm import Simulated
 
 ROW = 8 * agreement.ROW  # bytes
@@ -48,11 +49,11 @@ def test_messages_of_a_simulated_step(world, messages, stage, exchanges):
 
 @contextmanager
 def short_axes(longest):
-    usual, agreement.LONGEST_AXIS = agreement.LONGEST_AXIS, longest
+    usual, mesh.LONGEST_AXIS = mesh.LONGEST_AXIS, longest
     try:
         yield
     finally:
-        agreement.LONGEST_AXIS = usual
+        mesh.LONGEST_AXIS = usual
 
 
 class Branches(nn.Module):

@@ -229,7 +229,7 @@ def test_bytes_that_a_step_sends_with_gradients_of_8_bits(row):
     assert said == f"{sent:,}"
 
 
-@pytest.mark.parametrize("what", ["launch", "kernel", "drain", "meeting"])
+@pytest.mark.parametrize("what", ["launch", "kernel", "drain", "message"])
 def test_what_a_simulation_assumes_of_the_host(what):
     """docs/simulation.md, in microseconds and milliseconds."""
     seconds = getattr(MACHINES["h100"], what)

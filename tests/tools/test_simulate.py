@@ -199,7 +199,7 @@ def test_a_simulation_leaves_nothing_behind():
 def test_a_timeline_adds_up(stage):
     """Exposed waiting is what is left of the step; free links hide everything, slow ones nothing."""
     run = simulate(model_of("gpt"), ranks=16, stage=stage)
-    at_once = dict.fromkeys(("launch", "kernel", "drain", "meeting"), 0.0)
+    at_once = dict.fromkeys(("launch", "kernel", "drain", "message"), 0.0)
     free = dataclasses.replace(MACHINES["a100"], **at_once)
     fast = dataclasses.replace(free, link=1e30, network=1e30, link_latency=0, network_latency=0)
     updated = 10**6
@@ -532,7 +532,7 @@ def test_a_machine_of_ones_own(tmp_path):
         path.write_text(json.dumps(told | change))
         with pytest.raises(UserError, match=said):
             machine(str(path))
-    older = {name: value for name, value in told.items() if name not in ("launch", "kernel", "drain", "meeting")}
+    older = {name: value for name, value in told.items() if name not in ("launch", "kernel", "drain", "message")}
     path.write_text(json.dumps(older))
     assert machine(str(path)) == dataclasses.replace(MACHINES["h100"], name="mine", network=1e9)
     path.write_text("{")

@@ -114,7 +114,7 @@ def test_what_the_host_is_asked_counts(tmp_path):
         alone = seconds(plan.traffic, MACHINES["h100"], N, 1, plan.buckets)
         assert way.seconds == alone + way.overhead > alone
     path = tmp_path / "free.json"
-    free = {**MACHINES["h100"].__dict__, "launch": 0.0, "kernel": 0.0, "drain": 0.0, "meeting": 0.0}
+    free = {**MACHINES["h100"].__dict__, "launch": 0.0, "kernel": 0.0, "drain": 0.0, "message": 0.0}
     path.write_text(json.dumps(free))
     assert {way.overhead for way in plan_of(**SETTINGS | {"machine": str(path)}).ways.ways} == {0.0}
 
@@ -153,7 +153,7 @@ def test_a_machine_of_one_s_own(tmp_path):
     """Half the bandwidth and twice every latency take twice the time, for each way, and change no recommendation."""
     told = {**machine(SLOW).__dict__, "name": "mine"}
     told |= {name: told[name] / 2 for name in ("link", "network")}
-    slower = ("link_latency", "network_latency", "launch", "kernel", "drain", "meeting")
+    slower = ("link_latency", "network_latency", "launch", "kernel", "drain", "message")
     told |= {name: told[name] * 2 for name in slower}
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(told))

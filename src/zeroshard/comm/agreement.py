@@ -36,41 +36,16 @@ from torch import Tensor
 from ..device import captured
 from ..errors import Error, PeerError, StateError, UserError
 from ..events import Event, Ledger, ends
-from ..layout.mesh import Grid
+from ..layout.mesh import Grid, axes, messages
 from ..layout.partition import BucketPlan
 from .frames import Call
 from .transport import Team, count
 
-LONGEST_AXIS = 8  # ranks that exchange rows directly
 # engine, meeting, its number, completed steps, three integers of the meeting's own, levellings, and flag bits
 ROW = 9
 LOADING, TELLING, LEAVING = "loading", "telling the others", "leaving gathered()"  # meetings
 SENT = "buffers that are sent: "  # begins the facts of a forward about buffers that rank 0 sends
 OPTION = "optimizer option "  # begins each fact of a step about an option of its groups
-
-
-def axes(ranks: int) -> tuple[int, ...]:
-    """Return the axis lengths of a grid of `ranks` ranks, each at most `LONGEST_AXIS` where the factors allow it.
-
-    Along an axis of length f every rank sends f - 1 messages. 1,024 ranks are (8, 8, 8, 2): 22 messages, not 1,023.
-    """
-    factors: list[int] = []
-    left, divisor = ranks, 2
-    while left > 1:
-        if divisor * divisor > left:
-            divisor = left
-        while left % divisor == 0:
-            factors.append(divisor)
-            left //= divisor
-        divisor += 1
-    lengths: list[int] = []
-    for factor in sorted(factors, reverse=True):
-        fitting = [at for at, length in enumerate(lengths) if length * factor <= LONGEST_AXIS]
-        if fitting:
-            lengths[fitting[0]] *= factor
-        else:
-            lengths.append(factor)
-    return tuple(lengths)
 
 
 def lines(ranks: int, rank: int) -> list[list[int]]:
@@ -420,7 +395,7 @@ class Group:
 
     def _count_rows(self) -> Event | None:
         """Count an exchange of rows: one message to each of the others on every line of the grid."""
-        return self._count_control(8 * ROW, sum(length - 1 for length in axes(self.ranks)))
+        return self._count_control(8 * ROW, messages(self.ranks))
 
     def _count_control(self, nbytes: int, messages: int = 1) -> Event | None:
         if self.ranks == 1:

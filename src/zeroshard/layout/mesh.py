@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 Piece = TypeVar("Piece")
+LONGEST_AXIS = 8  # ranks that meet directly
 
 
 class Grid(NamedTuple):
@@ -49,3 +50,32 @@ class Grid(NamedTuple):
         lines = zip(self.lines(axis), pieces, strict=True)
         found = {rank: piece for line, own in lines for rank, piece in zip(line, own, strict=True)}
         return [found[rank] for rank in sorted(found)]
+
+
+def axes(ranks: int) -> tuple[int, ...]:
+    """Return the axis lengths of a grid of `ranks` ranks, each at most `LONGEST_AXIS` where the factors allow it.
+
+    Along an axis of length f every rank sends f - 1 messages. 1,024 ranks are (8, 8, 8, 2): 22 messages, not 1,023.
+    """
+    factors: list[int] = []
+    left, divisor = ranks, 2
+    while left > 1:
+        if divisor * divisor > left:
+            divisor = left
+        while left % divisor == 0:
+            factors.append(divisor)
+            left //= divisor
+        divisor += 1
+    lengths: list[int] = []
+    for factor in sorted(factors, reverse=True):
+        fitting = [at for at, length in enumerate(lengths) if length * factor <= LONGEST_AXIS]
+        if fitting:
+            lengths[fitting[0]] *= factor
+        else:
+            lengths.append(factor)
+    return tuple(lengths)
+
+
+def messages(ranks: int) -> int:
+    """Return how many messages each rank sends in a meeting of all: one to each of the others on every axis."""
+    return sum(length - 1 for length in axes(ranks))

@@ -18,6 +18,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 from ..errors import UserError, nearest
+from ..layout.mesh import messages
 from .gpus import GIB, GPUS
 
 
@@ -30,8 +31,9 @@ class Cluster:
     link: between GPUs of a node. network: between nodes. link_latency, network_latency: per hop. source: where the
     numbers are from.
     launch: seconds of the host for one kernel. kernel: the least that one takes on the device. drain: seconds until the
-    host hears that all has run, and is ahead again. meeting: one agreement of all ranks, over gloo. These four have
-    defaults for any host: `KNOWN_BY` says how each number is known.
+    host hears that all has run, and is ahead again. message: one message of a meeting of all ranks, over gloo; a
+    meeting takes its messages one after the other. These four have defaults for any host: `KNOWN_BY` says how each
+    number is known.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Cluster:
     launch: float = 5e-6
     kernel: float = 2.5e-6
     drain: float = 40e-6
-    meeting: float = 4e-4
+    message: float = 57e-6
 
     def ring_seconds(self, nbytes: float, ranks: int) -> float:
         """Return the time of an all-gather or reduce-scatter of `nbytes` in all over `ranks` ranks."""
@@ -63,6 +65,10 @@ class Cluster:
         inside = (near - 1) / ranks * nbytes / self.link
         outside = (ranks - near) / ranks * nbytes / self.network
         return (ranks > 1) * (self.link_latency if ranks <= self.gpus else self.network_latency) + max(inside, outside)
+
+    def meeting_seconds(self, ranks: int) -> float:
+        """Return the time of one meeting of all ranks: the messages along the axes of a grid, one after the other."""
+        return messages(ranks) * self.message
 
     def relay_seconds(self, on: float, back: float, replicas: int, group: int) -> tuple[float, float]:
         """Return (time of a relay, how long of that one rank's link is busy).
@@ -83,7 +89,7 @@ KNOWN_BY: Mapping[str, str] = {
     "launch": "assumed: 5 us, common for eager PyTorch",
     "kernel": "assumed: 2.5 us, what an empty kernel takes where the next one is queued",
     "drain": "computed from assumed: 10 us to hear of it, and 5 us for each of six kernels that the device waits for",
-    "meeting": "assumed: 0.3 to 0.5 ms, small TCP messages along the axes of a grid",
+    "message": "assumed: 57 us for a small TCP message that hosts wait for: a meeting of 8 ranks takes 7, 0.4 ms",
 }
 _GB = 10**9
 

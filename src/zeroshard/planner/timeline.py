@@ -178,7 +178,7 @@ class _Clock:
         verb, of = event.verb, None if event.bucket is None else self.facts.get(event.bucket)
         if verb == "control":
             self.meetings += 1
-            self.host += self.machine.meeting
+            self.host += self.machine.meeting_seconds(self.ranks * self.replicas)
         elif verb in FORWARDS and through and event.unit is not None:  # not the phase of that name
             used = [self.facts[at] for at in self._of_unit.get(event.unit, ()) if at in self.facts]
             self._launch(total(map(looked_at, used)))

@@ -172,8 +172,11 @@ def meshes(ranks: int, gpus: int, *, spread: bool, hosts: bool) -> list[Mesh]:
 
 
 def meetings(*, sharded: bool, backwards: int, clips: bool = False) -> int:
-    """In a step; what the engine records as "control". sharded: do parameters rest in shards?"""
-    return 1 + (3 + sharded) * backwards + 2 * clips
+    """Return the meetings of a step; the engine records them as "control". sharded: do parameters rest in shards?
+
+    clips: a norm's sum over all ranks. From the second step on the norm is agreed upon where backward ends.
+    """
+    return 1 + (3 + sharded) * backwards + clips
 
 
 def overhead(plan: StagePlan, machine: Cluster, replicas: int, reduce: Reduce, asked: Asked) -> float:
@@ -191,7 +194,7 @@ def overhead(plan: StagePlan, machine: Cluster, replicas: int, reduce: Reduce, a
     one = step(facts, gathers=round(moved.gathers), reductions=round(moved.reductions), forwards=forwards)
     busy = one.launches * max(machine.launch, machine.kernel) + one.drains * machine.drain
     met = 0 if ranks == 1 else meetings(sharded=bool(placed.parameters), backwards=backwards)
-    return plan.buckets * busy + met * machine.meeting
+    return plan.buckets * busy + met * machine.meeting_seconds(ranks)
 
 
 def seconds(

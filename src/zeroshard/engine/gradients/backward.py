@@ -220,14 +220,16 @@ class Backward(Transaction):
         # After an exception below, the backward is still begun.
         received = self.reduction.received()
         usual = received.count(1) == len(received)
+        vote = usual + 2 * self.gradients.foreseen.wish(local=self.local, alone=self.group.ranks == 1)
         if self._own_segment:
-            usual = self._gather_order.finish(usual=usual)
+            votes = self._gather_order.finish(vote)
         else:
-            usual = all(told for (told,) in self.group.poll("end of backward", self.group.numbers["backward"], usual))
+            votes = {told for (told,) in self.group.poll("end of backward", self.group.numbers["backward"], vote)}
         self._work_on(None)
         with self.ledger.during("reduce"):
-            self.reduction.finish(received, usual=usual)
+            self.reduction.finish(received, usual=all(each % 2 for each in votes))
         self._release_all()
+        self.gradients.foresee({each // 2 for each in votes})
         self._task = self.call = None
         self.ledger.end("backward")
         for unit in self.units:

@@ -20,6 +20,7 @@ from ...errors import StateError, TierError
 from ...layout.shard_dim import Elements
 from ..weights.bucket import Bucket
 from .accumulator import Accumulator, Entry
+from .foreseen import Foreseen
 from .norms import norms
 from .sharded_grad import Keeper, ShardedGrad
 
@@ -47,6 +48,7 @@ class Gradients:
         self.elements: dict[int, Elements] = {}  # by the fragment's id: which elements of its slot it has
         self.made: dict[int, ShardedGrad] = {}  # by id of a parameter or fragment: what it shows as its gradient
         self.judged: Tensor | None = None  # a GradScaler's found_inf that already has all ranks' verdict
+        self.foreseen = Foreseen()
         self._answers: dict[float, Tensor] = {}
 
     def add(self, bucket: Bucket) -> Accumulator:
@@ -65,6 +67,7 @@ class Gradients:
 
     def forget_answers(self) -> None:
         self._answers.clear()
+        self.foreseen.changed()
 
     def show(self, entries: Iterable[Entry]) -> None:
         """Make `p.grad` the sharded gradient."""
@@ -184,6 +187,7 @@ class Gradients:
         return list(self._edits)
 
     def take_edits(self) -> None:
+        self.foreseen.stepped()
         self._edits, self._edited_with, self._asked = [], None, None
 
     # --- questions: every rank asks, one collective answers for all parameters --------------------------------------
@@ -217,7 +221,15 @@ class Gradients:
                 )
             with self.asking():
                 self._answers[order] = norms(self, order)
+            self.foreseen.asked(order)
+        elif self.foreseen.used(order):
+            self._edits.append(f"what a norm of order {order} decides")  # the step names a rank that did not ask
         return self._answers[order][entry.number]
+
+    def foresee(self, wishes: set[int]) -> None:
+        """Compute the norm that all ranks expect their programs to ask for, if they expect the same one."""
+        if (order := self.foreseen.agreed(wishes)) is not None:
+            self._answers[order] = norms(self, order)
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

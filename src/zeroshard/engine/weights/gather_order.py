@@ -63,21 +63,21 @@ class GatherOrder:
                 while self._at < len(self._sequence) and self._ahead() < self.prefetch:
                     self._launch_next()
 
-    def finish(self, *, usual: bool = True) -> bool:
+    def finish(self, vote: int = 0) -> set[int]:
         """Take part in everything the other ranks still need; remember the sequence for next time.
 
-        usual: a vote of this rank that the last round carries for the caller. Returns if all ranks voted True.
+        vote: of this rank, which the last round carries for the caller. Returns the votes of all ranks.
         """
         with self.group.as_one():
             while self._at < len(self._sequence):
                 self._launch_next()
-            usual = self._negotiate(None, usual)
+            votes = self._negotiate(None, vote)
         if self.kind is not None:
             self._known[self.kind] = self._sequence
         self.kind = None
         for unit in self.units:
             unit.ahead = 0
-        return usual
+        return votes
 
     def forget(self) -> None:
         """Forget all sequences after a segment ended in its middle: ranks may have come to know different ones."""
@@ -116,26 +116,26 @@ class GatherOrder:
 
     # --- after the sequence -----------------------------------------------------------------------------------------
 
-    def _negotiate(self, wanted: Unit | None, usual: bool = True) -> bool:
+    def _negotiate(self, wanted: Unit | None, vote: int = 0) -> set[int]:
         """Hold rounds of naming units, until `wanted` is gathered or, with None, until every rank is done.
 
-        Returns whether every rank was `usual` in the last round, in which all of them are done.
+        Returns all ranks' votes in the last round, in which all of them are done.
         """
         while True:
-            vote = _NOBODY if wanted is None else wanted.index
+            names = _NOBODY if wanted is None else wanted.index
             idle = int(not all(self._used))
-            votes = self.group.poll("choosing what to gather", self._number, vote, idle, usual)
-            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))
+            told = self.group.poll("choosing what to gather", self._number, names, idle, vote)
+            named = list(dict.fromkeys(names for names, _, _ in told if names != _NOBODY))
             for index in named:
                 self._sequence.append(index)
                 self._used.append(False)
                 self._launch_next(wanted)
             if wanted is not None:
-                return usual
+                return set()
             if not named:
-                if self._sequence and all(idle for _, idle, _ in votes):
+                if self._sequence and all(idle for _, idle, _ in told):
                     self._drop_unused()
-                return all(usual for _, _, usual in votes)
+                return {vote for _, _, vote in told}
 
     def _drop_unused(self) -> None:
         used = self.group.flags(bytes(self._used))

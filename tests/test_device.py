@@ -40,7 +40,6 @@ from zeroshard.engine.build import preflight
 from zeroshard.engine.gradients.contribution import ContributionState
 from zeroshard.engine.gradients.gradient import Gradients
 from zeroshard.engine.gradients.sums import Sent
-from zeroshard.engine.weights.gather_order import GatherOrder
 from zeroshard.errors import PeerError, UserError
 from zeroshard.events import Ledger
 from zeroshard.features.replica_chain import Relay
@@ -672,55 +671,37 @@ class Interrupt(Exception):
     pass
 
 
-def interrupted_between_two_gathers(seed):
-    """Losses of three steps. In the second, rank 1 is interrupted before a gather that rank 0 has launched ahead."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
-    zero = zeroshard.shard(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        stage=3,
-        layout=Layout(units=["0", "1", "2"]),
-    )
-    zero._engine.group.team.queued = True  # so data is gathered as NCCL does it, and waited for by nobody
-    launch, losses, optimizer = GatherOrder._launch_next, [], zero._engine.bindings[0].optimizer
-
-    def interrupted(order, wanted=None):
-        if order._at == 1 and ranks.rank() == 1:
-            raise Interrupt
-        launch(order, wanted)
-
-    def stopped(module, args):
-        if ranks.rank() == 0:
-            raise Interrupt
-
-    for step in range(3):
-        if step == 1:
-            GatherOrder._launch_next, hook = interrupted, model[0].register_forward_pre_hook(stopped)
-            with pytest.raises(Interrupt):
-                model(torch.ones(2, 6))
-            GatherOrder._launch_next = launch
-            hook.remove()
-        loss = model(torch.ones(2, 6)).square().sum()
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-def test_what_a_rank_sends_that_stands_in_is_its_own():
-    """A gather that one rank launched ahead of an interrupt, and the others joined after it, brings no zeros."""
+def interrupted_as_it_publishes(stage):
+    """Rank 1 is interrupted before it sends what it has edited, and rank 0 waits for that. All weights, read later."""
     torch.manual_seed(5)
-    model, want = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))), []
+    model, told, launch = nn.Linear(6, 6), [], Link.launch
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = model(torch.ones(2, 6)).square().sum()
-        loss.backward()
-        want.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    assert ranks.run(2, interrupted_between_two_gathers, 5) == [want, want]
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(align=1), comm=Comm(transport="gloo"))
+
+    def interrupted(link, stream, what, *call):
+        if what[0] == "broadcast" and "parameters" in what:
+            Link.launch = launch
+            raise Interrupt
+        return launch(link, stream, what, *call)
+
+    try:
+        with zero.gathered(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            if ranks.rank() == 1:
+                Link.launch = interrupted
+    except (Interrupt, PeerError) as error:
+        told.append(type(error).__name__)
+    with zero.gathered():
+        return told, [parameter.tolist() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_a_rank_sends_that_stands_in_is_its_own(stage):
+    """Where every rank keeps all weights, they are not gathered anew: the others would compute with zeros."""
+    torch.manual_seed(5)
+    want = [(2 * parameter).tolist() for parameter in nn.Linear(6, 6).parameters()]
+    assert ranks.run(2, interrupted_as_it_publishes, stage) == [(["PeerError"], want), (["Interrupt"], want)]
 
 
 @pytest.mark.parametrize(

@@ -206,6 +206,64 @@ def test_an_optimizer_that_rests_in_host_memory_is_cut_after_a_step():
 # --- how groups are made ---------------------------------------------------------------------------------------------
 
 
+def backends():
+    """Of each group of data by use: where what it moves may lie."""
+    _, _, zero = sharded(3)
+    own = zero._engine.group._groups
+    return {
+        each.use: sorted(device.type for device in stream.group._device_types)
+        for each, stream in zip(own._wanted, own.streams, strict=True)
+        if each.use not in groups.CONTROL
+    }
+
+
+@pytest.mark.parametrize("group", ["emuccl", "cpu:gloo,emu:emuccl"])
+def test_groups_of_data_have_the_devices_backend_and_no_other(group):
+    """Of the program's group, which may have two, only that one: connections of gloo's would lie idle."""
+    want = {"gather": ["emu"], "reduce": ["emu"]}
+    assert emulated.run(2, backends, group=group) == [want, want]
+
+
+def control_connects():
+    """For each group of the host's: its members, and if making it connected this rank to all of them."""
+    agreement.LONGEST_AXIS, made, found = 2, groups._new_group, []
+
+    def sockets():
+        names = os.listdir("/proc/self/fd")
+        return sum(os.path.realpath(f"/proc/self/fd/{name}").rpartition("/")[2].startswith("socket:") for name in names)
+
+    def making(**options):
+        before = sockets()
+        group = made(**options)
+        if options["backend"] == "gloo":
+            found.append((group.size(), sockets() - before >= group.size() - 1))
+        return group
+
+    groups._new_group = making
+    model, optimizer, zero = sharded(3)
+    step(model, optimizer, 0)
+    assert_plain(model, zero, 1)
+    return found
+
+
+def test_the_control_group_of_all_ranks_is_not_connected_at_once():
+    """Beyond one axis of a grid, here of two ranks, it would hold a connection of each rank to each."""
+    assert emulated.run(4, control_connects) == [[(4, False), (2, True), (2, True)]] * 4
+
+
+def devices_that_differ():
+    rank = ranks.rank()
+    torch.emu.get_device_name = lambda device=None: f"emu {rank}"
+    with pytest.raises(PeerError, match="where: device: name"):
+        sharded(3)
+    return rank
+
+
+def test_ranks_on_devices_of_two_kinds_are_refused():
+    """They round otherwise, so the weights would be those of neither."""
+    assert emulated.run(2, devices_that_differ) == [0, 1]
+
+
 def connected_at(replicas, over="team"):
     """How many communicators this rank has beside the program's own; they must be those of before the first backward."""
     from emulated.emuccl import _all
@@ -738,6 +796,38 @@ def test_a_rank_whose_host_waits_for_its_device_hears_of_an_interrupt(world, sta
     told = found[0][0][0][0]
     assert told.startswith("PeerError: a rank was interrupted: all ranks have ended the same collectives"), told
     assert "rank 1: an exception ended" in told, told
+
+
+def ends_with_a_gather_ahead():
+    """All ranks leave the second step's forward: rank 1 before it launches a gather that rank 0 has launched ahead of
+    use, and still holds."""
+    strikes, armed, errors = Strikes(), [], []
+
+    def trip():
+        if armed:
+            armed.clear()
+            raise Tripped
+
+    model, optimizer, zero = sharded(3, trip)
+    step(model, optimizer, 0)
+    armed += [True] * (ranks.rank() == 0)
+    strikes.seen, strikes.at = 0, 3 * ranks.rank()  # after a buffer and the first block
+    while True:
+        try:
+            optimizer.zero_grad()
+            loss(model, batch(1, ranks.rank())).backward()
+            optimizer.step()
+            break
+        except (Tripped, KeyboardInterrupt, PeerError) as error:
+            errors.append(type(error).__name__)
+    assert_plain(model, zero)
+    return errors
+
+
+def test_what_was_gathered_ahead_and_cut_off_is_gathered_anew():
+    """An abort leaves any numbers there, and no forward of this rank's was to release them."""
+    found = emulated.run(2, ends_with_a_gather_ahead, patience=8.0)
+    assert [errors[0] for errors in found] == ["Tripped", "KeyboardInterrupt"]
 
 
 def test_a_host_that_waits_inside_a_forward_is_called_out_of_it():

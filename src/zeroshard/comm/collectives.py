@@ -347,10 +347,9 @@ class Link:
                 whole = _own(group, bucket, state, nbytes, at)
                 stream.launch(what, *broadcast(stream, whole[low:high], source))
             elif verb == "all_gather":
-                nbytes, state = facts
-                whole = _own(group, bucket, state, nbytes * len(stream.members), at)
-                first = nbytes * stream.members.index(self.rank)
-                stream.launch(what, *all_gather(stream, whole, whole[first : first + nbytes]))
+                nbytes, _ = facts  # of no weights: those are gathered so in a device's queue alone
+                own = torch.zeros(nbytes, dtype=torch.uint8, device=at)
+                stream.launch(what, *all_gather(stream, own.repeat(len(stream.members)), own))
             elif verb == "all_reduce":
                 numel, dtype, op = facts
                 stream.launch(what, *all_reduce(stream, torch.zeros(numel, dtype=getattr(torch, dtype), device=at), op))

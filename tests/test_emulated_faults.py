@@ -6,6 +6,7 @@ import atexit
 import gc
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -249,6 +250,53 @@ def control_connects():
 def test_the_control_group_of_all_ranks_is_not_connected_at_once():
     """Beyond one axis of a grid, here of two ranks, it would hold a connection of each rank to each."""
     assert emulated.run(4, control_connects) == [[(4, False), (2, True), (2, True)]] * 4
+
+
+def channels():
+    """Channels of each group of data by use, and what two models say of the device's memory."""
+    from emulated import emuccl
+
+    said, most = [], 1 << 36
+    torch.emu.mem_get_info = lambda device=None: (most - sum(emuccl.taken.values()), most)
+    groups.log = SimpleNamespace(info=lambda words, *facts: said.append(words % facts), warning=groups.log.warning)
+    _, _, zero = sharded(3)
+    sharded(3)
+    own = zero._engine.group._groups
+    asked = [(each.use, own.streams[at].group.asked) for at, each in enumerate(own._wanted) if at in own.queues]
+    return [(use, None if each is None else each.max_ctas) for use, each in asked], said
+
+
+def test_an_exchange_has_few_channels_and_its_memory_is_told_once():
+    """Of the emulated backend's 32, at 14 MiB for each peer."""
+    first, *others = emulated.run(3, channels)
+    want, took = [("gather", None), ("reduce", 16)], 2 * 16 * 14 * 2**20
+    told = f"rank 0 has connected its 2 groups of emuccl: they took {took} bytes of emu:0, of which {2**36 - took} are free"
+    assert first == (want, [told])
+    assert others == [(want, [])] * 2
+
+
+def one_is_slow_to_connect():
+    said, connect = [], groups.Groups._connect
+    watch.LONG = 0.1
+    groups.log = SimpleNamespace(info=groups.log.info, warning=lambda words, *facts: said.append(words % facts))
+
+    def connecting(own, made):
+        if ranks.rank() == 1:
+            time.sleep(2.0)
+        connect(own, made)
+
+    groups.Groups._connect = connecting
+    sharded(3)
+    return said
+
+
+def test_a_rank_says_how_far_connecting_is():
+    """With NCCL the first exchange of hundreds of ranks may take minutes."""
+    said, _ = emulated.run(2, one_is_slow_to_connect)
+    assert re.fullmatch(
+        r"rank 0 connects ranks in shard\(...\) since \d+ s: emuccl group 1 of 2 \(gather, 2 ranks\) since \d+ s",
+        said[0],
+    )
 
 
 def devices_that_differ():

@@ -153,6 +153,24 @@ def nccl() -> str | None:
     return None if version is None else ".".join(map(str, version))
 
 
+def free(device: torch.device) -> int | None:
+    """Return the bytes of a device's memory that nobody has taken; None if its kind does not tell."""
+    found = _tried(lambda: torch.get_device_module(device).mem_get_info(device))
+    return None if found is None else int(found[0])
+
+
+def _of_nccl(channels: int) -> Any:
+    options: Any = torch.distributed.ProcessGroupNCCL.Options()
+    # NCCL gives point-to-point messages no more channels than that (`ncclTopoComputeP2pChannels` in its source). Its
+    # variable NCCL_MAX_CTAS goes before this.
+    options.config.max_ctas = channels
+    return options
+
+
+# By backend: the `pg_options` of a process group that uses at most so many channels.
+limited: dict[str, Callable[[int], Any]] = {"nccl": _of_nccl}
+
+
 _UNTOLD = (RuntimeError, AttributeError, AssertionError, TypeError)  # how builds say that they do not know
 
 

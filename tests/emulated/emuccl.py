@@ -9,6 +9,7 @@
     abort()                         ends what is under way, then waits until the whole device is idle
     destroy_process_group()         flushes: the host waits until all that was launched is through, or aborted
     init_process_group(device_id=)  later groups are split from the world's communicator, by all of its ranks
+    new_group(pg_options=)          limits channels, of which each takes memory of the device for each peer
 
 What NCCL leaves to luck is checked: all members launch the same collectives of the same sizes in the same order. A
 collective under way takes one of the device's slots until the others' parts have come, as it takes multiprocessors.
@@ -30,6 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.device import limited
+
 from . import sites
 from .counts import total
 from .device import Device
@@ -37,6 +40,8 @@ from .memory import POISON, Place
 from .streams import Deadlock, Item, Mark
 from .wire import Wire
 
+CHANNELS = 32  # by which an exchange connects two ranks, unless a group's options say fewer
+CHANNEL = 14 << 20  # bytes of the device that one of them takes
 _KEPT = 64  # headers of collectives that are through, with which late ones are compared
 
 
@@ -215,15 +220,29 @@ class Work(dist.Work):  # type: ignore[misc]
             raise Aborted(f"{self._communicator} was aborted on rank {dist.get_rank()}: {self._communicator.aborted}")
 
 
+class Options:
+    """What `new_group(pg_options=)` takes for this backend, as `dist.ProcessGroupNCCL.Options` is for NCCL."""
+
+    def __init__(self, max_ctas: int) -> None:
+        self.max_ctas = max_ctas
+        self._timeout = dist.default_pg_timeout
+
+
+taken: dict[str, int] = {}  # by communicator, the bytes of the device that its exchanges took
+
+
 class Emuccl(dist.ProcessGroup):
     """A process group, also of two backends: torch gives one that Python makes no second one beside it."""
 
-    def __init__(self, device: Device, wire: Wire, options: Any, host: Any) -> None:
-        """host: the group's backend for tensors of the CPU, if it has one."""
+    def __init__(self, device: Device, wire: Wire, options: Any, host: Any, asked: Options | None) -> None:
+        """host: the group's backend for tensors of the CPU, if it has one. asked: the program's `pg_options`."""
         super().__init__(options.group_rank, options.group_size)
         self._device, self._wire, self._host = device, wire, host
         self._store, self._key = options.store, str(options.group_id)
         self._limit: timedelta = options.timeout
+        self.asked = asked
+        if asked is not None and asked._timeout != options.timeout:  # of which torch warns
+            raise ValueError(f"pg_options have time-out {asked._timeout}, the group {options.timeout}")
         self._communicators: dict[str, Communicator] = {}
         self._ended = ""
 
@@ -495,6 +514,7 @@ class Emuccl(dist.ProcessGroup):
         )
         gives = {rank: [piece] for rank, piece in zip(ranks, given.split(sends), strict=True)}
         takes = {rank: [piece] for rank, piece in zip(ranks, output.split(receives), strict=True)}
+        taken[self._key] = (len(ranks) - 1) * CHANNEL * (CHANNELS if self.asked is None else self.asked.max_ctas)
         return self._move(("all_to_all_single", str(given.dtype)), gives, takes)
 
     alltoall_base = all_to_all_single
@@ -615,14 +635,14 @@ def register(device: Device, folder: str | None = None) -> None:
     wire.taken |= {"part": deliver("came"), "want": deliver("wanted")}
     device.machine.urge = _urge
 
-    def make(options: Any, _: Any) -> Emuccl:
+    def make(options: Any, given: Any) -> Emuccl:
         asked: Any = sys._getframe(1).f_locals  # of torch's: it tells a backend nothing of those beside it
         config = asked["backend_config"].get_device_backend_map()
         host = None
         if config.get("cpu") == "gloo":
             store = dist.PrefixStore("emuccl/host", options.store)
             host = dist.ProcessGroupGloo(store, options.group_rank, options.group_size, options.timeout)
-        made = Emuccl(device, wire, options, host)
+        made = Emuccl(device, wire, options, host, given)
         if asked["device_id"] is not None:
             made.bound_device_id = asked["device_id"]
         world = dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
@@ -630,9 +650,10 @@ def register(device: Device, folder: str | None = None) -> None:
             made._split()
         return made
 
-    class Options(dist.distributed_c10d._DistributedBackendOptions):  # type: ignore[misc]
+    class Told(dist.distributed_c10d._DistributedBackendOptions):  # type: ignore[misc]
         split_from: Any = None  # from torch 2.14 on that takes a backend in C++ only, which this one is not
 
-    dist.distributed_c10d._DistributedBackendOptions = Options  # type: ignore[misc]
+    dist.distributed_c10d._DistributedBackendOptions = Told  # type: ignore[misc]
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # from 2.15 on torch records any group, and asks C++ for this one's name
+    limited["emuccl"] = Options
     dist.Backend.register_backend("emuccl", make, extended_api=True, devices=["emu"])

@@ -125,11 +125,14 @@ def test_an_older_torch_is_refused(monkeypatch):
 
 def test_a_gpu_by_name_is_what_tensors_can_have_of_it():
     plan = zeroshard.plan(Model(7e9, units=32), Machine(ranks=8, gpu="H100-80"))
-    limit = int((79.1 * 2**30 - 2.5 * 2**30) * 0.97)
-    assert plan.gpu_mem == limit == gpus.usable("h100-80")
+    limit = int((79.1 * 2**30 - 2.5 * 2**30 - 7 * 16 * 14 * 2**20) * 0.97)
+    assert plan.gpu_mem == limit == gpus.usable("h100-80", 8) == gpus.usable("h100-80", 1024)
     assert [stage.fits for stage in plan.stages] == [stage.peak <= limit for stage in plan.stages]
-    assert plan.notes[0] == gpus.note("H100-80") and "2.5 GiB are assumed" in plan.notes[0]
-    assert zeroshard.plan(7, Machine(gpu="h100")).gpu_mem == limit
+    assert plan.notes[0] == gpus.note("H100-80", 8) and "2.5 GiB are assumed" in plan.notes[0]
+    assert "1.53 for exchanges between GPUs of a node" in plan.notes[0]
+    assert zeroshard.plan(7, Machine(gpu="h100")).gpu_mem == int((79.1 * 2**30 - 2.5 * 2**30) * 0.97)
+    on_four = Machine(gpu="h100", ranks=16, gpus_per_node=4)
+    assert zeroshard.plan(7, on_four).gpu_mem == int((79.1 * 2**30 - 2.5 * 2**30 - 3 * 16 * 14 * 2**20) * 0.97)
     with pytest.raises(UserError, match="instead: a100-80 or a100-40"):
         zeroshard.plan(7, Machine(gpu="a100"))
     with pytest.raises(UserError, match="did you mean 'h200'.*gpu_mem="):

@@ -27,9 +27,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from ..device import asynchronous, current, finish
+from ..device import asynchronous, current, finish, free, limited
 from ..errors import Error, PeerError, UserError
 from ..hooks import features
+from ..layout.limits import CHANNELS
 from ..layout.stage import Seat
 from ..policies.comm import Comm, Transport, mesh_told
 from .abort import BY_ITSELF, AtOnce, Ending, prepare
@@ -325,6 +326,10 @@ class Wanted(NamedTuple):
         ranks = [everyone[rank] for rank in self.members]
         if queued and "timeout" in options:  # so that zeroshard has named lost ranks before the program is ended
             options = {**options, "timeout": options["timeout"] + LATER}
+        if self.exchanges and self.backend in limited:
+            asked = limited[self.backend](CHANNELS)
+            asked._timeout = options.get("timeout", asked._timeout)  # torch warns where the two differ
+            options = {**options, "pg_options": asked}
         return _new_group(lazy=self.lazy, backend=self.backend, **{**options, "ranks": ranks})
 
 
@@ -390,6 +395,7 @@ class Groups:
     """The process groups, streams and watch that all engines over one process group share."""
 
     sums_begun = 0  # by this rank, in the backward that began last
+    _connects = 0, 0.0  # the place, among the queues, of the group that is being connected, and since when
     parted = ""  # the last backward in which this rank has learnt that the ranks differ
 
     def __init__(
@@ -442,8 +448,7 @@ class Groups:
         alike += f" and {on_axis.parts} teams of {on_axis.size} along an axis" if on_axis else ""
         alike += "" if transport == "gloo" else f" and transport={transport!r}"
         needed = sum(each.sockets for each in wanted) + sits.size * (transport == "shared")  # "auto" can do without
-        if self.queued:
-            prepare(len(_in_queues()) + len(self.queues))
+        left = self._prepare() if self.queued else None
         try:
             self.watch = self._come_together(parent, alike, needed, self.limit, lambda: (about() or _nothing)())
             self._answer()
@@ -454,6 +459,7 @@ class Groups:
                 raise
             raise PeerError("the ranks could not come together", where=f"rank {rank}", got=error) from error
         self._use(made)
+        self._say_taken(left)
         if transport != "gloo":
             self._share(parent, transport)
 
@@ -465,14 +471,29 @@ class Groups:
         self.watch.summoned = lambda number: (summon() or _ignore)(number)
         self.watch.looked_at = lambda rank, launched: (left() or _left_nothing)(rank, launched)
 
+    def _prepare(self) -> int | None:
+        """Take what connecting needs, and return the bytes of the device that are left for it to take."""
+        prepare(len(_in_queues()) + len(self.queues))
+        self._connecting = torch.zeros(2 * CONNECTING, dtype=torch.uint8, device=self.device)
+        finish(self.device)
+        return free(self.device)
+
+    def _say_taken(self, left: int | None) -> None:
+        """Log on rank 0, once for all models over these groups, what they took. left: what `_prepare` has returned."""
+        now = free(self.device) if left is not None and self.watch.rank == 0 else None
+        if left is not None and now is not None:
+            log.info(
+                "rank 0 has connected its %s groups of %s: they took %s bytes of %s, of which %s are free",
+                len(self.queues), self.backend, left - now, self.device, now,
+            )  # fmt: skip
+
     def _use(self, made: Sequence[Any]) -> None:
         places = itertools.count()
         for at, (each, group) in enumerate(zip(self._wanted, made, strict=True)):
             self.streams.append(Stream(group, each.members, queued=at in self.queues, places=places))
         self._name(self._wanted)
         if self.queued:
-            self._connecting = torch.zeros(2 * CONNECTING, dtype=torch.uint8, device=self.device)
-            attend(self.watch, lambda: self._connect([made[at] for at in self.queues]))
+            attend(self.watch, lambda: self._connect([made[at] for at in self.queues]), self._say_connecting)
 
     def _make(self, which: Sequence[int], **options: Any) -> list[Any]:
         return [
@@ -486,8 +507,9 @@ class Groups:
         backward these ranks may wait for each other by other means.
         """
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        for at, group in zip(self.queues, groups, strict=True):
+        for place, (at, group) in enumerate(zip(self.queues, groups, strict=True)):
             use, members = self._wanted[at].use, self._wanted[at].members
+            self._connects = place + 1, time.monotonic()
             if len(members) == 1:
                 continue
             for numel in (1, CONNECTING // len(members)):
@@ -502,6 +524,16 @@ class Groups:
                     dist.all_reduce(whole, group=group)
         finish(self.device)
         dist.all_reduce(torch.zeros(1, device="cpu"), group=self.control.group)
+
+    def _say_connecting(self, waited: float) -> None:
+        """Log how far connecting is: the first exchange of hundreds of ranks takes minutes (NVIDIA/nccl-tests 78)."""
+        place, since = self._connects
+        of = self._wanted[self.queues[place - 1]]
+        log.warning(
+            "rank %s connects ranks in shard(...) since %.0f s: %s group %s of %s (%s, %s ranks) since %.0f s",
+            self.watch.rank, waited, self.backend, place, len(self.queues), of.use, len(of.members),
+            time.monotonic() - since,
+        )  # fmt: skip
 
     def _name(self, wanted: Sequence[Wanted]) -> None:
         """Set an attribute for each stream that every engine uses; `named` has all streams, by use."""

@@ -39,6 +39,7 @@ from .departed import Departed
 log = logging.getLogger("zeroshard")
 
 PATIENCE = 10.0  # seconds, after which a rank that waits for others to come says so
+LONG = 5.0  # seconds, after which a rank says how far it is
 ANSWERS = 1.0  # seconds that a peer has to answer
 AT_ONCE = 256  # questions that a rank has under way
 TRIES = 5  # questions in a row that a peer must leave unanswered, where the network may have lost one
@@ -272,8 +273,8 @@ def cannot_come(store: Any, at: str, rank: int, why: str) -> None:
     store.set(f"{at}/trouble", f"rank {rank}: {why}")
 
 
-def attend(watch: Watch, call: Callable[[], Any]) -> Any:
-    return Attended(call).attend(watch)
+def attend(watch: Watch, call: Callable[[], Any], say: Callable[[float], object] = lambda waited: None) -> Any:
+    return Attended(call).attend(watch, say)
 
 
 class Attended:
@@ -290,14 +291,20 @@ class Attended:
         except BaseException as error:
             self._ended.append((None, error))
 
-    def attend(self, watch: Watch) -> Any:
-        """Wait for the call and return its value. Raises `PeerError`, and gives the call up, if a rank has ended."""
-        asked, patience = time.monotonic(), ANSWERS
+    def attend(self, watch: Watch, say: Callable[[float], object] = lambda waited: None) -> Any:
+        """Wait for the call and return its value. Raises `PeerError`, and gives the call up, if a rank has ended.
+
+        say: called with the seconds waited so far, now and then, and more and more seldom, once they are over `LONG`.
+        """
+        begun = asked = time.monotonic()
+        patience = ANSWERS
         while self._thread.is_alive() and not watch.alarm:
             self._thread.join(0.1)
             if time.monotonic() > asked + patience:
                 if lost := watch.lost_ranks():
                     lose(watch, lost)
+                if (waited := time.monotonic() - begun) > LONG:
+                    say(waited)
                 asked, patience = time.monotonic(), ANSWERS if watch.unheard else 2 * patience
         value, error = self._ended[0] if self._ended else (None, None)
         if self._ended and error is None:

@@ -13,6 +13,10 @@ LEAVING = 2  # sums on their way from an accelerator to where they rest, kept un
 ROOMS = 3  # of a state that is stepped on the device and rests beside it: one arrives, one is stepped, one leaves
 PIECES = 2  # of pinned memory, from which values cast on the host are sent: one on its way, one being filled
 POOLED = 2 * IN_FLIGHT  # used messages kept for the next of their size: enough for those under way
+# In an exchange NCCL connects each two ranks by so many channels, by default up to 32. Each takes a multiprocessor, and
+# for each peer CHANNEL bytes of the device, 10 + 2 + 2 MiB: the first exchange of 8 H100 took 3.28 GB, which are 7
+# peers by 32 channels (NVIDIA/nccl issue 1685).
+CHANNELS, CHANNEL = 16, 14 << 20
 STAGING_ROOMS = 3  # of a file of states: one to compute with, one coming, one going
 
 

@@ -27,6 +27,7 @@ from .answer import StagePlan
 from .asked import Asked
 from .clock import GPUS, Clock, Times
 from .from_shapes import LaidOut, with_activations
+from .gpus import usable
 from .quantities import size
 from .recipes import Recipe
 from .transformer import Body
@@ -350,7 +351,8 @@ def _with_more(search: Search) -> Iterator[tuple[str, Search]]:
         share = most.host if most.host == UNTOLD else most.host * base.ranks // ranks
         more, count = base._replace(ranks=ranks), ranks - base.ranks
         what = f"{'one more GPU' if count == 1 else f'{count} more GPUs'} in the same host, {ranks} ranks"
-        yield what, Search(search.of._replace(base=more, most=most._replace(host=share)))
+        device = most.device if base.gpu is None else usable(base.gpu, ranks, base.gpus_per_node)
+        yield what, Search(search.of._replace(base=more, most=most._replace(device=device, host=share)))
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

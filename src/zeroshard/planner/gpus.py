@@ -3,12 +3,16 @@
 Of the memory that torch reports (`torch.cuda.get_device_properties(0).total_memory`, rounded down here) a process does
 not have all:
 
-    TAKEN      bytes of the CUDA context and of the libraries' workspaces, some 0.5 GiB, and of NCCL's buffers: 0.53 to
+    TAKEN      bytes of the CUDA context and of the libraries' workspaces, some 0.5 GiB, and of NCCL's rings: 0.53 to
                0.67 GiB for each communicator (NVIDIA/nccl issue 964), of which zeroshard has two, and the program one
+    exchanged  what NCCL takes for exchanges of gradients, by the number of peers in the same node: some memory for each
+               of the channels to each (`limits.CHANNEL`). Peers in other nodes have one or two channels, and then those
+               in this node have no more: so a second node is counted as adding nothing
     ALLOCATOR  the part of the rest that torch's allocator has reserved and cannot use, in pieces too small
 
-Both are assumptions: `nvidia-smi` and `torch.cuda.memory_reserved()` say what they are on a machine. The memory of a
-row is what torch's out-of-memory errors call the total capacity of such a GPU; its other numbers are from its source.
+All are assumptions: `nvidia-smi` and `torch.cuda.memory_reserved()` say what they are on a machine, and `shard` logs
+what its groups took. The memory of a row is what torch's out-of-memory errors call the total capacity of such a GPU;
+its other numbers are from its source.
 """
 
 from __future__ import annotations
@@ -17,10 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import UserError, nearest
+from ..layout.limits import CHANNEL, CHANNELS
 
 GIB = 1 << 30
 TAKEN = 5 * GIB // 2
 ALLOCATOR = 0.03
+NODE = 8  # GPUs of a node, if nothing is told
 
 
 @dataclass(frozen=True)
@@ -69,15 +75,22 @@ def named(name: str) -> str:
     return found[0]
 
 
-def usable(name: str) -> int:
-    """Return the bytes of a GPU's memory for tensors."""
-    return int((GPUS[named(name)].gib * GIB - TAKEN) * (1 - ALLOCATOR))
+def exchanged(ranks: int, node: int | None = None) -> int:
+    """Return the bytes that NCCL takes on each of so many ranks for exchanges. node: GPUs of a node."""
+    return (min(ranks, node or NODE) - 1) * CHANNELS * CHANNEL
 
 
-def note(name: str) -> str:
+def usable(name: str, ranks: int = 1, node: int | None = None) -> int:
+    """Return the bytes of a GPU's memory for tensors of one of so many ranks. node: GPUs of a node."""
+    return int((GPUS[named(name)].gib * GIB - TAKEN - exchanged(ranks, node)) * (1 - ALLOCATOR))
+
+
+def note(name: str, ranks: int = 1, node: int | None = None) -> str:
     """Return in words how much of its memory is left, and why."""
-    all_of_it, left = GPUS[named(name)].gib, usable(name) / GIB
+    all_of_it, left = GPUS[named(name)].gib, usable(name, ranks, node) / GIB
+    peers = exchanged(ranks, node)
+    words = f", {peers / GIB:.2f} for exchanges between GPUs of a node," if peers else ""
     return (
         f"{named(name)}: {all_of_it} GiB, of which tensors get {left:.1f}: {TAKEN / GIB:g} GiB are assumed for CUDA's "
-        f"context and NCCL's buffers, and {ALLOCATOR:.0%} of the rest for what the allocator cannot use"
+        f"context and NCCL's buffers{words} and {ALLOCATOR:.0%} of the rest for what the allocator cannot use"
     )

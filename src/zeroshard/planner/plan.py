@@ -119,7 +119,9 @@ def plan(
         found = dataclasses.replace(found, fitting=_fitting(of, asked))
     elif of.job is not None and cluster is None and on.limit is not None:
         found = _with_fits_of_job(found, of.job, asked)
-    return found if on.gpu is None else dataclasses.replace(found, notes=(gpus.note(on.gpu), *found.notes))
+    if on.gpu is None:
+        return found
+    return dataclasses.replace(found, notes=(gpus.note(on.gpu, on.ranks, on.gpus_per_node), *found.notes))
 
 
 def _known(machine: Machine) -> dict[str, Any]:

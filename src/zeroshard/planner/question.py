@@ -171,7 +171,7 @@ class Machine:
     def limit(self) -> int | None:
         """Return the bytes of the device's memory that are asked about, if any are."""
         if self.gpu is not None:
-            return gpus.usable(self.gpu)
+            return gpus.usable(self.gpu, self.ranks, self.gpus_per_node)
         return None if self.gpu_mem is None else quantities.budget(self.gpu_mem, "Machine.gpu_mem")
 
 

@@ -28,7 +28,7 @@ from ..device import ask
 from ..errors import PeerError, without_own_lines
 from ..events import ends
 from ..finalizers import at_end_of
-from .agreement import LEAVING, LOADING, OPTION, SENT, TELLING, Group, lines
+from .agreement import LEAVING, LOADING, OPTION, SENT, TELLING, WROTE, Group, lines
 from .collectives import Link, all_gather, all_reduce, dtype_name
 from .frames import Call
 from .launch_log import Stream, let_go
@@ -58,6 +58,11 @@ def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
         return (
             "the same options on every rank: give schedulers what all ranks agree on, such as a loss that "
             "torch.distributed.all_reduce has averaged"
+        )
+    if WROTE in trouble:
+        return (
+            "the same values on every rank: in the forward torch.distributed.broadcast(value, 0) before it writes; or "
+            "the first forward in with zero.gathered(write_from=0):, and rank 0's count"
         )
     if trouble:
         return "fix that, or try the step again on every rank until it works"

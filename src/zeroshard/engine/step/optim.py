@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...comm.agreement import WROTE
 from ...comm.frames import Call
 from ...comm.own_collectives import OwnCollectives
 from ...errors import StateError, TierError, UserError, without_own_lines
@@ -372,14 +373,15 @@ class Binding(Transaction):
         self.report_divided()
         self.check_states()
         options, edits, number = self.options.words(), self.gradients.edits, self.group.number(f"step {self.number}")
-        having = sorted(self.gradients.having(self._entries))
+        having, wrote = sorted(self.gradients.having(self._entries)), self.schedule.written.take()
         self.schedule.meet(
             "step", number, self.number, zlib.crc32(f"{options} {self._grouping}".encode()),
-            zlib.crc32(repr((edits, having)).encode()),
+            zlib.crc32(repr((edits, having, wrote)).encode()),
             facts=lambda: "\n".join(
                 [
                     f"{len(having)} of {len(self._entries)} parameters have gradients", f"scaled by {edits[-3:]}",
-                    *self.options.facts(), f"digest of what is in which group {self._grouping:x}",
+                    *(WROTE + each for each in wrote), *self.options.facts(),
+                    f"digest of what is in which group {self._grouping:x}",
                 ]
             ),
         )  # fmt: skip

@@ -39,6 +39,7 @@ from ..weights.modes import outside, refuse_inside
 from ..weights.tracing import end_graph, untraced
 from ..weights.transaction import Transaction
 from ..weights.unit import Unit, profiled
+from ..weights.written import Written
 
 log = logging.getLogger("zeroshard")
 
@@ -106,6 +107,7 @@ class Schedule:
         self.backward = Backward(units, gradients, reduction, self.gather_order, self.meet, releases=self.releases)
         self._cast_to = precision.param_dtype
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
+        self.written = Written()
         self.forward = Forward(units, saved, self.ledger, releases=settings.release_after_forward)
         self.averages_in = False  # are the weights a moving average's, for a while?
         group.party = self
@@ -171,6 +173,8 @@ class Schedule:
             needed.open()
         if not recompute and (torch.is_grad_enabled() or self.forward.grad):
             unit.called(module)
+            if module.training and self.group.ranks > 1:
+                frame.look = self.written.look(unit, module)
         if self.saves and torch.is_grad_enabled():
             frame.pushed = self.saved.push()
         verb = "recompute" if recompute else "forward"
@@ -201,6 +205,8 @@ class Schedule:
         if not refused and self.forward.has(unit):  # else it was refused before it began
             # After a lost collective there is nothing to wait for, and the error being raised has said so.
             with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
+                if (look := self.forward.innermost(unit).look) is not None:
+                    self.written.end(look)
                 frame = self.forward.unwind(unit)
                 if not (frame.again or self.forward.frames):
                     self._end_forward(output)

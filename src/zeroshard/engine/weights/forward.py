@@ -16,6 +16,7 @@ from ...events import Event, Ledger, ends
 from .guard import SavedTensors
 from .transaction import Transaction
 from .unit import Unit
+from .written import Look
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,6 +27,7 @@ class Frame:
     module: nn.Module  # the unit's module that was called
     again: bool  # is it computed once more, in backward?
     inputs: Any = None  # of its call, in the form that a feature keeps if it needs them
+    look: Look | None = None  # at what it writes
     opened: list[Unit] = dataclasses.field(default_factory=list)
     pushed: bool = False
     cached: bool | None = None  # if it switches autocast's cache: was that on before?
@@ -64,6 +66,10 @@ class Forward(Transaction):
     def has(self, unit: Unit) -> bool:
         """Tell if a forward of this unit runs on this thread."""
         return any(frame.unit is unit and frame.thread == threading.get_ident() for frame in self.frames)
+
+    def innermost(self, unit: Unit) -> Frame:
+        """Return the innermost forward of a unit; there is one."""
+        return next(frame for frame in reversed(self.frames) if frame.unit is unit)
 
     def begin(self, frame: Frame) -> None:
         """Begin a forward inside the running ones. On another thread it must be of a submodule of the innermost one."""

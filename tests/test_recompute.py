@@ -119,3 +119,48 @@ def test_a_shard_that_fails_leaves_the_forward_as_it_was():
     with pytest.raises(UserError):
         zeroshard.shard(model, torch.optim.LBFGS(model.parameters()), stage=3, layout=Layout(recompute=True))
     assert all("forward" not in block.__dict__ for block in model.blocks)
+
+
+def with_tensors_of_its_own(stage):
+    """The gradients of tensors that `functional_call` puts in place of all weights, by plain PyTorch and sharded."""
+    found = []
+    for sharded in (False, True):
+        model = blocks()["model"].eval()
+        if sharded:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            zeroshard.shard(model, optimizer, stage=stage, layout=Layout(recompute=True))
+        torch.manual_seed(1)
+        own = {name: torch.randn(each.shape).requires_grad_() for name, each in model.named_parameters()}
+        torch.func.functional_call(model, own, (torch.ones(2, 24),)).backward()
+        found.append({name: each.grad for name, each in own.items()})
+    return {name: torch.equal(grad, found[1][name]) for name, grad in found[0].items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_call_with_other_tensors_for_weights_keeps_its_activations(stage):
+    for equal in ranks.run(2, with_tensors_of_its_own, stage):
+        assert all(equal.values()), equal
+
+
+def evaluated_between(stage, recompute):
+    """Weights after two steps, in which `eval()` and `train()` come between each forward and its backward."""
+    parts = blocks()
+    model, optimizer = parts["model"], parts["optimizer"](parts["model"].parameters())
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=Layout(recompute=recompute))
+    modes = []
+    for step in range(2):
+        model.train()
+        torch.manual_seed(step)
+        loss = model(parts["batch"](step, 0))
+        model.eval()
+        loss.backward()
+        modes += [each.training for each in model.modules()]
+        optimizer.step()
+    with zero.gathered():
+        return [each.detach().clone() for each in model.parameters()], any(modes)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_forward_runs_again_in_the_mode_that_it_ran_in(stage):
+    (kept, _), (again, training) = (ranks.run(2, evaluated_between, stage, recompute)[0] for recompute in (False, True))
+    assert all(map(torch.equal, kept, again)) and not training

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..engine.gradients.backward import backward_is_running
@@ -23,17 +25,23 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
     (module,) = unit.modules
     forward, segment = module.forward, _Segment(unit, schedule)
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(modes: list[tuple[nn.Module, bool]], *args: Any, **kwargs: Any) -> Any:
         entered = segment.begin()
+        before = [(each, each.training) for each, _ in modes] if entered else []
         try:
+            _set(modes)
             return forward(*args, **kwargs)
         finally:
+            _set(before)
             segment.end(entered)
 
     def again(*args: Any, **kwargs: Any) -> Any:
-        if transformed():  # torch's checkpoint and torch.func do not go together: this call keeps its activations
+        # Neither a transform of torch.func nor the tensors of a `functional_call` are there any more when backward
+        # computes again: such a call keeps its activations.
+        if transformed() or not segment.has_own_weights():
             return forward(*args, **kwargs)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        modes = [(each, each.training) for each in module.modules()]
+        return checkpoint(functools.partial(run, modes), *args, use_reentrant=False, **kwargs)
 
     unit.forward, module.forward = forward, torch.compiler.disable(again)
 
@@ -46,6 +54,12 @@ class _Segment:
         self._unit = unit
         (self._module,) = unit.modules
         self._schedule = weakref.ref(schedule)
+        named = [(each, name) for each in self._module.modules() for name in each._parameters]
+        self._own = [(each, name, each._parameters[name]) for each, name in named]
+
+    def has_own_weights(self) -> bool:
+        """Tell if the module's parameters are its own: `torch.func.functional_call` puts others in their place."""
+        return all(each._parameters.get(name) is param for each, name, param in self._own)
 
     @outside
     def begin(self) -> bool | None:
@@ -70,6 +84,12 @@ class _Segment:
             schedule.leave(self._unit, self._module, (), None)
         elif schedule is not None and entered is not None:
             schedule.saved.pop()
+
+
+def _set(modes: list[tuple[nn.Module, bool]]) -> None:
+    """Put modules into training or evaluation mode, each by itself."""
+    for each, training in modes:
+        each.training = training
 
 
 class RecomputeFeature(Feature):

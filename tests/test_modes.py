@@ -427,7 +427,7 @@ def test_replicated_weights_stay_where_they_are(stage):
 
 
 def fills(stage, dtype):
-    """By the engine, of memory that is written next: in a backward, and in the rest of a step, which clips."""
+    """By the engine, of memory that is written next: in a backward, whose end takes the norm, and in the rest of a step."""
     model = Net().to("emu")
     adam, _ = shard(model, stage, precision=Precision(param_dtype=dtype))
     x = torch.randn(4, WIDTH).to("emu", dtype)
@@ -461,7 +461,7 @@ FILL = "fill of empty memory"
 def test_deterministic_algorithms_fill_no_message(stage, dtype):
     """What torch fills of ours is small: in a norm, once for a bucket with padding, and eight times."""
     first, second = emulated.run(2, fills, stage, dtype)
-    assert first == [0, BLOCKS + 8] and second == [0, 7]
+    assert first == [BLOCKS + 8, 0] and second == [7, 0]
 
 
 # --- the backend's own sums -----------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard.checkpoint import saving
+from zeroshard.comm import agreement
+from zeroshard.comm.process_group import ProcessGroup
 from zeroshard.engine.gradients import sums
 from zeroshard.engine.gradients.sums import Sums
 from zeroshard.engine.weights.bucket import Bucket
@@ -130,6 +132,24 @@ def test_a_killed_rank_is_named_and_what_remains_goes_on(ranks, tmp_path, where,
     check_named(outcomes, where, "is gone: its process has ended")
     (after,) = ranks.run(1, continued, stage, str(tmp_path / "ckpt"), group=False)
     assert reference.first_difference(after, unbroken(DYING)) == ""  # each rank was given the same batch
+
+
+def lost_before_it_connects(named: int) -> None:
+    """The last rank ends behind the others' rows, before they have sent each other anything in the group of all."""
+    agreement.LONGEST_AXIS = 2  # so that four ranks have a grid, and that group is connected lazily
+    if rank_processes.rank() == named:
+        before(ProcessGroup, "_texts", lambda: os.kill(os.getpid(), signal.SIGKILL))
+    three(3)
+
+
+@pytest.mark.row(1)
+def test_a_rank_that_is_killed_before_it_is_connected_is_named(ranks):
+    """Gloo would wait for it until the group's time-out, or for ever: the ranks ask each other."""
+    *left, killed = ranks.run(4, lost_before_it_connects, 3, **PATIENT)
+    assert killed.type == "Died" and "SIGKILL" in killed.message
+    for outcome in left:
+        assert outcome.type == PeerError.__name__, outcome
+        assert "a collective did not complete: rank 3 is gone: its process has ended" in outcome.message
 
 
 def unbroken(steps: int):

@@ -200,14 +200,19 @@ class Link:
         groups, found = self.groups, None
         for place, stream in enumerate(groups.levelling):
             if (number := stream.number_of(handle)) is not None:
-                found = place, number, stream.members
-        if found is None or len(found[2]) == 1:
+                found = place, number, stream
+        if found is None or len(found[2].members) == 1:
             return False
-        place, number, members = found
+        place, number, stream = found
         verb = self.progress.awaited[0] if self.progress.awaited else ""
         backward = verb.startswith("backward") and not self.progress.left
-        told = groups.watch.look(next_looked_at(members, self.rank, turn), groups.ranks[self.rank], launches())
-        left = {rank: each.keeps(place, number, backward=backward) for rank, each in told.items()}
+        looked_at = next_looked_at(stream.members, self.rank, turn)
+        told = groups.watch.look(looked_at, groups.ranks[self.rank], launches())
+        if stream.lazy and any(each.silence == GONE for each in told.values()):
+            # Gloo waits for a rank that has ended before the two were connected, some versions beyond the time-out
+            # (pytorch/gloo issue 520).
+            raise self._loss(RuntimeError("a rank has ended, and was not connected yet"))
+        left = {rank: each.left.keeps(place, number, backward=backward) for rank, each in told.items() if each.left}
         if left := {rank: why for rank, why in left.items() if why}:
             groups.watch.say_left(groups.levellings + 1, left)
             self._leave(left)
@@ -216,7 +221,7 @@ class Link:
     def _look_at_absent(self, absent: list[int]) -> None:
         """Leave a levelling to this rank's next verb if one of the `absent` ranks waits for this rank elsewhere."""
         told = self.groups.watch.look(absent[:LOOKS], self.groups.ranks[self.rank], launches())
-        if left := {rank: each.stands_in for rank, each in told.items() if each.stands_in}:
+        if left := {rank: each.left.stands_in for rank, each in told.items() if each.left and each.left.stands_in}:
             self._leave(left)
 
     def _leave(self, left: dict[int, str]) -> NoReturn:

@@ -490,7 +490,7 @@ class Groups:
     def _use(self, made: Sequence[Any]) -> None:
         places = itertools.count()
         for at, (each, group) in enumerate(zip(self._wanted, made, strict=True)):
-            self.streams.append(Stream(group, each.members, queued=at in self.queues, places=places))
+            self.streams.append(Stream(group, each.members, queued=at in self.queues, lazy=each.lazy, places=places))
         self._name(self._wanted)
         if self.queued:
             attend(self.watch, lambda: self._connect([made[at] for at in self.queues]), self._say_connecting)

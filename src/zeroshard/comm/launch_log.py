@@ -60,14 +60,15 @@ class Stream:
         *,
         behind: bool = False,
         queued: bool = False,
+        lazy: bool = False,
         places: Iterator[int] | None = None,
     ) -> None:
         """members: their ranks among the ranks of the model. behind: only a thread behind the training uses it.
         queued: its collectives run in a device's queue, which waits for them, and not a thread. places: numbers the
-        launches of all such streams together."""
+        launches of all such streams together. lazy: are ranks connected when they first send each other something?"""
         self.group = group
         self._places = places or count()
-        self.queued = queued
+        self.queued, self.lazy = queued, lazy
         self.members = members
         self.behind = behind
         self.levels: Any = None  # launches what has to come before anything else: see `features/two_level.py`

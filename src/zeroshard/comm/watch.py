@@ -103,14 +103,13 @@ class Watch:
         """Say to every peer which ranks will not come any more, and why."""
         self._send({"alarm": culprits})
 
-    def look(self, ranks: Iterable[int], own: int, launched: Mapping[str, int]) -> dict[int, Departed]:
-        """Return what ranks have left, of those that answer.
+    def look(self, ranks: Iterable[int], own: int, launched: Mapping[str, int]) -> dict[int, Answer]:
+        """Ask ranks what they have left, and return the answers by rank.
 
         own: this rank's number in the program. launched: its collectives so far, by the program's groups.
         """
         message = {"looks": own, "launched": {**launched}}
-        answers = _ask({rank: self.peers[rank] for rank in ranks}, message)
-        return {rank: answer.left for rank, answer in answers.items() if answer.left is not None}
+        return self._named(_ask({rank: self.peers[rank] for rank in ranks}, message))
 
     def say_left(self, number: int, left: dict[int, str]) -> None:
         """Tell every peer, before this rank's program hears of it, that this rank no longer waits for these ranks.

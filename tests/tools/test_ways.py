@@ -66,9 +66,15 @@ def test_the_less_memory_the_more_is_sharded(budget, settings):
 def test_what_is_said_is_what_the_figures_show():
     ways = plan_of(**SETTINGS, gpu_mem="12GB").ways
     fitting = sum(way.nbytes <= 12e9 for way in ways.ways)
-    first, beside, faster, _ = ways.because
+    first, late, beside, faster, _ = ways.because
     assert first.startswith(f"{fitting} of 26 ways fit")
     assert "5,687,500,000 bytes between nodes and 4,000,000,000 bytes of memory" in first
+    (plan,) = plan_of(**SETTINGS | {"machine": None, "stage": 3}, comm=Comm(replicas=K, optimizer="all")).stages
+    hops, cluster, numel = K - 1, MACHINES[SLOW], P / G / plan.buckets
+    sums, back = 4 * numel / cluster.network, 4 * numel * hops / K / cluster.network
+    took = hops * (2 * cluster.network_latency + sums) + back
+    assert ways.recommended.chain == pytest.approx(took)
+    assert late.startswith(f"{took:.3g} s of that come after backward: ") and f"hop by hop ({hops})" in late
     assert beside.startswith("beside it stage 3, one replica")
     assert "17,937,500,000 bytes between nodes and 2,000,000,000 bytes" in beside
     one, best = of(ways, 3, 1), ways.recommended
@@ -158,7 +164,9 @@ def test_a_machine_of_one_s_own(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps(told))
     mine, slow = (plan_of(**SETTINGS | {"machine": name}).ways for name in (str(path), SLOW))
-    halved = [way._replace(seconds=way.seconds / 2, overhead=way.overhead / 2) for way in mine.ways]
+    halved = [
+        way._replace(seconds=way.seconds / 2, overhead=way.overhead / 2, chain=way.chain / 2) for way in mine.ways
+    ]
     assert halved == list(slow.ways)
     assert (mine.recommended.settings, mine.json()["machine"]) == (slow.recommended.settings, "mine")
 

@@ -31,7 +31,8 @@ class Way(NamedTuple):
 
     nbytes: what has to fit the device of the rank that holds most: at the peak, or at rest where no units are known.
     inside, between: what one GPU sends in a step over its link and over its network card. seconds: of all messages, and
-    beside them the `overhead`: launches, waits for the device and meetings.
+    beside them the `overhead`: launches, waits for the device and meetings. chain: how many of them the last bucket's
+    sum takes through all replicas, and its average back, which no backward is left to hide.
     """
 
     stage: int
@@ -45,6 +46,7 @@ class Way(NamedTuple):
     overhead: float = 0.0
     reduce: Reduce = "ordered"
     hosts: int = 1  # that one copy is on, if its messages between them go by two levels
+    chain: float = 0.0
 
     @property
     def plain(self) -> bool:
@@ -104,6 +106,12 @@ class Ways(NamedTuple):
             return [f"none of {len(self.ways)} ways fits; the smallest is {least}: {self._figures(least)}"]
         fitting = sum(way.fits for way in self.ways)
         said = [f"{fitting} of {len(self.ways)} ways fit; of these it takes least time: {self._figures(best)}"]
+        if best.chain:
+            hops = best.replicas * best.hosts - 1
+            said.append(
+                f"{best.chain:.3g} s of that come after backward: the last bucket's sum goes from replica to replica, "
+                f"hop by hop ({hops}), and its average back"
+            )
         if self.nodes == 1:
             said.append("all ranks are on one node, so no byte of any way crosses a slower link")
         one = next((way for way in self.ways if way.plain and way.stage == best.stage), None)
@@ -210,15 +218,21 @@ def seconds(
         time_of = machine.ring_seconds if reduce == "native" else machine.exchange_seconds
         found += _each(moved.reduce.logical, moved.reductions * buckets, group, time_of)
     if replicas > 1:
-        count = max(moved.reductions * buckets, 1)
-        back = moved.relay.sent * replicas / (replicas - 1) - moved.relay.logical
-        on, last = moved.relay.logical / count, back * (replicas - 1 if moved.straight else 1) / count
-        whole = machine.relay_seconds(on, last, replicas, group)[0]
-        busy = machine.relay_seconds(on, back / count, replicas, group)[1]
-        found += whole + (count - 1) * busy
+        whole, busy = chain(moved, machine, ranks, replicas, buckets)
+        found += whole + (max(moved.reductions * buckets, 1) - 1) * busy
         apart = replace(machine, gpus=max(machine.gpus // group, 1))  # a replica lies between two of these ranks
         found += _each(moved.share.logical, buckets * moved.times_shared, replicas, apart.ring_seconds)
     return found
+
+
+def chain(moved: Traffic, machine: Cluster, ranks: int, replicas: int, buckets: int) -> tuple[float, float]:
+    """Return the seconds of one bucket's sum through all replicas and its average's back, and how long of that a rank's
+    link is busy. Sums follow one another a hop apart, so only the last one's way is waited for as a whole."""
+    count, group = max(moved.reductions * buckets, 1), ranks // replicas
+    back = moved.relay.sent * replicas / (replicas - 1) - moved.relay.logical
+    on, last = moved.relay.logical / count, back * (replicas - 1 if moved.straight else 1) / count
+    whole = machine.relay_seconds(on, last, replicas, group)[0]
+    return whole, machine.relay_seconds(on, back / count, replicas, group)[1]
 
 
 def _each(nbytes: int, messages: float, ranks: int, time_of: Callable[[float, int], float]) -> float:
@@ -247,7 +261,8 @@ def compare(plan_of: Callable[[Asked], Plan], asked: Asked, machine: Cluster, *,
                 beside = overhead(plan, machine, rows, reduce, asked)
                 took = seconds(moved, machine, asked.ranks, rows, plan.buckets, reduce) + beside
                 figures = plan.most, sent.inside, sent.between, took, fits, beside
-                found[reduce].append(Way(plan.stage, mesh.replicas, mesh.over, *figures, reduce, mesh.hosts))
+                late = chain(moved, machine, asked.ranks, rows, plan.buckets)[0] if rows > 1 else 0.0
+                found[reduce].append(Way(plan.stage, mesh.replicas, mesh.over, *figures, reduce, mesh.hosts, late))
     for ways in found.values():
         ways.sort(key=lambda way: (way.seconds, way.nbytes, way.stage))
     return Ways(machine, -(-asked.ranks // machine.gpus), limit, tuple(found["ordered"]), tuple(found["native"]))

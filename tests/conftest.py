@@ -195,6 +195,7 @@ def command(monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             main()
         assert not torch.distributed.is_initialized()
-        return (ended.value.code, *capsys.readouterr())
+        out, error = capsys.readouterr()
+        return ended.value.code, out, rank_processes.untimed(error)
 
     return run

@@ -257,6 +257,7 @@ def test_who_is_called_by_itself():
         ("comm/watch.py", "Thread"),
         ("comm/abort.py", "Thread"),
         ("cli/launch.py", "Thread"),
+        ("cli/working.py", "Thread"),  # prints
         ("comm/groups.py", "Timer"),  # logs
         ("comm/watch.py", "register_at_fork"),
         ("comm/host_peers.py", "register_at_fork"),

@@ -32,7 +32,7 @@ some twenty milliseconds).
 
 from zeroshard.testing.failures import Raised, RankFailure
 
-from .pool import GROUP_TIMEOUT, RUN_TIMEOUT, alive, command, pids, run, shutdown, until
+from .pool import GROUP_TIMEOUT, RUN_TIMEOUT, alive, command, pids, run, shutdown, until, untimed
 from .worker import rank, reset_global_state, world
 
 __all__ = [
@@ -48,5 +48,6 @@ __all__ = [
     "run",
     "shutdown",
     "until",
+    "untimed",
     "world",
 ]

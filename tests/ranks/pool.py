@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -106,13 +107,18 @@ def run(
     return [outcome if isinstance(outcome, Raised) else pickle.loads(outcome) for outcome in outcomes]
 
 
+def untimed(error: str) -> str:
+    """What a command printed on standard error, without the lines of `cli.working`, which come by the clock."""
+    return re.sub(r"^ *\d+ s: .*\n", "", error, flags=re.MULTILINE)
+
+
 def command(
     *words: object, timeout: float = RUN_TIMEOUT, cwd: str | os.PathLike[str] | None = None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """What `python -m zeroshard *words` prints and exits with, as a process of its own that need not import torch.
 
     environment: variables beside pytest's own; those that say who is which rank are left out unless given here. The
-    ranks that the command itself starts are cold, as a user's are.
+    ranks that the command itself starts are cold, as a user's are. Its standard error is `untimed`.
     """
     inherited = {name: value for name, value in os.environ.items() if name not in PLACE}
     place = {"cwd": os.fspath(cwd or os.getcwd()), "environment": inherited | environment}
@@ -302,6 +308,7 @@ class _Pool:
         pid = self._ask({"verb": "command", "files": said})
         code = self._ask({"verb": "reap", "pid": pid, "patience": timeout})
         _, out, error = (Path(path).read_text() for path in said)
+        error = untimed(error)
         for path in said:
             os.unlink(path)
         if code == -signal.SIGKILL:

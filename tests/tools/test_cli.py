@@ -621,7 +621,7 @@ def test_the_page_is_not_told_in_the_terminal(command, option):
 def test_tables_without_colours_in_a_narrow_terminal():
     """NO_COLOR and the width hold; prose is wrapped, and nothing is paged."""
     asked = {"FORCE_COLOR": "1", "COLUMNS": "70"}
-    words = ("--params", "7B", "--ranks", "64", "--machine", "dgx-2", "--gpu-mem", "20GB")
+    words = ("--params", "7B", "--ranks", "64", "--machine", "dgx-2", "--gpu-mem", "20GB", "--full")
     coloured, plain = (zeroshard("plan", *words, **asked, **more) for more in ({}, {"NO_COLOR": "1"}))
     assert (plain.returncode, plain.stderr) == (0, "")
     assert set(re.findall(r"\x1b\[(\d+)", coloured.stdout)) == {"0", "1", "2", *map(str, range(31, 37))}

@@ -74,8 +74,8 @@ def test_a_run_is_stopped_on_few_ranks_and_resumed_on_others(counts, base, other
     """On others with as many micro-batches a step: with one for each of 4 ranks, 8 cannot have half of one."""
     plan = gates.asked(question(ranks=counts, accumulate=2 if counts != (4, 8) else 1))
     launches = [(ranks, [trial.kind for trial in trials if trial.kind != "grid"]) for ranks, trials in plan.launches()]
-    assert (launches[0], launches[-1]) == ((base, ["record"]), (base, ["again", "resumed"]))
-    assert [ranks for ranks, kinds in launches[1:-1] if kinds == ["resumed"]] == others
+    assert launches[:2] == [(base, ["record"]), (base, ["again", "resumed"])]
+    assert [ranks for ranks, kinds in launches[2:] if kinds == ["resumed"]] == others
 
 
 # -------------------------------------------------------------------------------------------------- which bug is caught
@@ -101,7 +101,7 @@ def test_each_gate_catches_its_own_bugs(warm, bug, results):  # noqa: F811
         assert bool(different) == (each["result"] == "fails")
     if bug == "momentum_that_is_not_resumed":  # the step after the stop, on the ranks of before and on others
         assert [(run["what"][:7], run["difference"]["step"]) for run in found["gates"][2]["runs"]] == [
-            ("1 rank,", 2), ("2 ranks", 2),
+            ("2 ranks", 2), ("1 rank,", 2),
         ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import jobs
 import ranks
 from zeroshard.cli import compare, launch, reference, verify
 from zeroshard.cli.config import InputError
+from zeroshard.cli.gates import GATES
 from zeroshard.cli.main import app
 from zeroshard.cli.outcomes import Cell
 from zeroshard.cli.question import Difference, Question
@@ -129,7 +130,10 @@ def test_the_gates_of_a_gpt_with_dropout_and_tied_weights(tmp_path):
     """All four, at 1 to 4 ranks and in six formats; what is printed is what the page shows, in 80 columns."""
     (command, *shown) = re.findall(r"^\$ zeroshard (.*?)^```", PAGE.read_text(), re.M | re.S)[0].rstrip().splitlines()
     done = run(*command.split(), "--out", tmp_path, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert sorted(line.partition(":")[0] for line in done.stderr.splitlines()) == [
+        f"gate {number}, {gate.name}" for number, gate in enumerate(GATES, start=1)
+    ]
     printed = [line.rstrip() for line in done.stdout.strip().splitlines()]
     assert [line for line in printed if "GPUs" not in line] == [line for line in shown if "GPUs" not in line]
     assert max(map(len, printed)) <= 80
@@ -169,7 +173,8 @@ def test_buffers_that_training_changes(warm):
 def test_the_whole_grid(name, precision):
     """All that is compared by default, at 2, 3 and 4 ranks, with clipping."""
     done = run("verify", name, "--precision", precision, "--clip", "0.5", timeout=400)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0
+    assert "gate 4, configuration independence: holds, 49 of 49 runs equal\n" in done.stderr
     assert "configuration independence       holds      49 of 49" in done.stdout
 
 

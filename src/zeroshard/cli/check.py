@@ -19,6 +19,7 @@ from typing import Any
 from zeroshard.cli import launch, processor, screen
 from zeroshard.cli.config import InputError, Launch, offload_of
 from zeroshard.cli.policies import policies
+from zeroshard.cli.working import Working
 from zeroshard.events import DEVICE, Ledger
 
 AT_REST = "at rest"
@@ -60,7 +61,7 @@ def check(asked: Check, *, as_json: bool = False) -> int:
     launch.check_ranks(asked.ranks)
     if (slow := processor.slow(asked.options.get("precision", "fp32"))) and not as_json:
         screen.say(f"  [yellow]{slow}[/yellow]")
-    rows = compare(asked)
+    rows = compare(asked, lines=not as_json)
     if isinstance(rows, int):
         return rows
     if as_json:
@@ -70,8 +71,14 @@ def check(asked: Check, *, as_json: bool = False) -> int:
     return launch.FAILED if any(row["difference"] for row in rows if row["what"] not in MEASURED) else 0
 
 
-def compare(asked: Check) -> list[dict[str, Any]] | int:
+def compare(asked: Check, *, lines: bool = True) -> list[dict[str, Any]] | int:
     """Return rows of predicted, held and difference for every stage and rank, or the exit code of failed ranks."""
+    with Working(("stages of ranks simulated", len(asked.stages) * asked.ranks), lines=lines) as counts:
+        return _compared(asked, counts)
+
+
+def _compared(asked: Check, counts: Working) -> list[dict[str, Any]] | int:
+    counts.now(f"before them {screen.many(asked.ranks, 'local rank')} in training")
     from zeroshard.planner import built
     from zeroshard.planner.simulate import STEPS, simulate
 
@@ -80,9 +87,10 @@ def compare(asked: Check) -> list[dict[str, Any]] | int:
         if code := launch.start_ranks(["check-rank", name], asked.ranks):
             return code
         held = [json.loads((Path(name) / f"rank{rank}.json").read_text()) for rank in range(asked.ranks)]
-    rows = []
-    for stage in asked.stages:
+    rows: list[dict[str, Any]] = []
+    for number, stage in enumerate(asked.stages):
         for rank in range(asked.ranks):
+            counts.now(f"stage {stage}, rank {rank}", number * asked.ranks + rank)
             run = simulate(
                 asked.job, ranks=asked.ranks, rank=rank, stage=stage,
                 accumulate=asked.accumulate, no_sync=asked.no_sync, **asked.settings(".", stage),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from zeroshard.checkpoint.staging import under_way
 from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
 from zeroshard.cli.prefixes import SCREEN, PrefixSums, only, table_of
+from zeroshard.cli.working import Working
 from zeroshard.errors import CheckpointError, check_local
 
 CONTAINERS = ("map", "list", "tuple")
@@ -270,7 +272,11 @@ def _show_list(path: str, found: list[dict[str, Any]]) -> None:
 def verify(paths: Sequence[str], *, as_json: bool) -> int:
     """Read every byte of all checkpoints; return exit code 0 where each is as it was written, else 1."""
     opened = [open_checkpoint(path) for path in paths]  # all are checkpoints, or none is read
-    results = [_verified(path, saved) for path, saved in zip(paths, opened, strict=True)]
+    with Working(("checkpoints read", len(paths)), lines=not as_json) as counts:
+        results = [
+            _verified(path, saved, partial(counts.now, done=number))
+            for number, (path, saved) in enumerate(zip(paths, opened, strict=True))
+        ]
     complete = all(not result["problems"] for result in results)
     if as_json:
         print(json.dumps({"complete": complete, "checkpoints": results}, indent=2))
@@ -290,7 +296,7 @@ def verify(paths: Sequence[str], *, as_json: bool) -> int:
     return 0 if complete else launch.FAILED
 
 
-def _verified(path: str, opening: Any) -> dict[str, Any]:
+def _verified(path: str, opening: Any, told: Callable[[str], None]) -> dict[str, Any]:
     result: dict[str, Any] = {"path": path, "files": {}, "nbytes": 0, "blocks": 0, "problems": []}
     try:
         with opening as saved:
@@ -298,6 +304,7 @@ def _verified(path: str, opening: Any) -> dict[str, Any]:
                 result["files"][name] = facts["nbytes"]
                 result["nbytes"] += facts["nbytes"]
                 for block, recorded in enumerate(facts["digests"]):
+                    told(f"{path}, {name}, {block} of {len(facts['digests'])} blocks")
                     result["blocks"] += 1
                     try:
                         found = _digest_of(Path(path) / name, block)
@@ -327,7 +334,7 @@ def export(path: str, out: str, *, dtype: str | None, file_nbytes: int, overwrit
     from zeroshard.integrations.export import Wanted, export_saved
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-    with open_checkpoint(path) as saved:
+    with open_checkpoint(path) as saved, Working((f"exporting {path}", None), lines=not as_json):
         files = export_saved(saved, Path(out), Wanted(file_nbytes, dtypes[dtype] if dtype else None, overwrite))
         names = len(saved.parameters) + len(saved.buffers)
     if as_json:
@@ -361,7 +368,8 @@ def import_foreign(
     if odd := [text for text, pair in zip(tied, pairs, strict=True) if len(pair) != 2 or not all(pair)]:
         raise InputError(f"--tied takes ALIAS=NAME, got {odd[0]!r}")
     hints = Hints(optimizer, buffers, dict(pairs))  # type: ignore[arg-type, unused-ignore]
-    found = import_checkpoint(source, path, hints, weights=weights)
+    with Working((f"importing {source}", None), lines=not as_json):
+        found = import_checkpoint(source, path, hints, weights=weights)
     told = {
         "source": found.source,
         "path": path,

@@ -17,6 +17,7 @@ from zeroshard.cli.compared import journal
 from zeroshard.cli.config import SIZES, InputError, Launch, RunConfig
 from zeroshard.cli.resume import CHECKPOINTS
 from zeroshard.cli.start import run_beside
+from zeroshard.cli.working import Working
 from zeroshard.layout.stage import STAGES
 
 # Beginnings of single lines: a model of this size cannot count the blanks of an indented block.
@@ -69,21 +70,27 @@ def demo(*, steps: int, ranks: int, seed: int, out: str, verbose: bool) -> int:
     if isinstance(rows, int):
         return rows
     verdict["planned"] = _planned(rows)
-    lines = _sample(runs[3], seed, PROMPTS if verbose else PROMPTS[:1])
+    with Working(("sampling a text, and writing the page", None)):
+        lines = _sample(runs[3], seed, PROMPTS if verbose else PROMPTS[:1])
+        page = explain.write((runs[3], runs[0]))
     if verbose:
-        screen.say("\n[bold]What the planner says of this model, beside a run at every stage[/bold]")
-        show(rows)
-        screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
-        for line in lines:
-            screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)
+        _show_all(rows, lines)
     verdict["writes"] = Verdict(equal=True, words=lines[0])
-    verdict["page"] = Verdict(equal=True, words=str(explain.write((runs[3], runs[0]))))
+    verdict["page"] = Verdict(equal=True, words=str(page))
     screen.say("")
     for name, (equal, words) in verdict.items():
         colour = "green" if equal else "bold red"
         screen.say(f"  [{colour}]{name:<7}[/{colour}] {escape(words)}", 10)
     screen.say("")
     return 0 if all(equal for equal, _ in verdict.values()) else launch.FAILED
+
+
+def _show_all(rows: list[dict[str, Any]], lines: Sequence[str]) -> None:
+    screen.say("\n[bold]What the planner says of this model, beside a run at every stage[/bold]")
+    show(rows)
+    screen.say("\n[bold]What the model writes, a line after each beginning[/bold]\n")
+    for line in lines:
+        screen.console.print(f"  {line}", markup=False, style="cyan", soft_wrap=True)
 
 
 class Verdict(NamedTuple):

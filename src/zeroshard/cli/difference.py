@@ -16,6 +16,7 @@ from zeroshard.checkpoint.files import BLOCK
 from zeroshard.checkpoint.manifest import VALUE, Saved, Stored, by_number, numel
 from zeroshard.cli import launch, screen
 from zeroshard.cli.checkpoints import leaves, open_checkpoint
+from zeroshard.cli.working import Working
 
 SHOWN = 40  # rows of the table; --json has all
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,6 +42,7 @@ class Row(NamedTuple):
 def diff(path: str, other: str, *, as_json: bool) -> int:
     """Print the differences; return exit code 0 where there are none, else 1."""
     with ExitStack() as stack:
+        stack.enter_context(Working(("comparing checkpoints", None), lines=not as_json))
         a, b = (stack.enter_context(open_checkpoint(each)) for each in (path, other))
         rows = list(compare(a, b))
         compared = sum(numel(told.shape) for told in a.parameters.values())

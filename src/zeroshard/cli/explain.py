@@ -10,6 +10,7 @@ from typing import Any
 
 from zeroshard.cli import screen
 from zeroshard.cli.config import InputError, one_line
+from zeroshard.cli.working import Working
 from zeroshard.errors import UserError
 
 PAGE = "zero.html"
@@ -22,11 +23,12 @@ def explain(runs: tuple[str, ...], *, out: str | None, browse: bool, as_json: bo
         raise InputError(f"explain shows one run, or compares two; got {len(runs)} folders")
     if as_json and (out is not None or browse):
         raise InputError("--json prints here and writes no page; leave --out and --open out")
-    document = made_of(runs)
-    if as_json:
+    with Working(("making the page", None), lines=not as_json):
+        document = made_of(runs)
+        path = None if as_json else _write(document, runs, out)
+    if path is None:
         print(json.dumps(document))
         return
-    path = _write(document, runs, out)
     screen.say(f"{path}   {screen.nbytes_text(path.stat().st_size)}, opens without a network")
     if document.get("compared"):
         from zeroshard.cli.compared import verdict

@@ -99,7 +99,7 @@ class Plan:
         return {key: sorted(found.get(key, ())) for key in self.questions}
 
     def launches(self) -> Iterator[tuple[int, list[Trial]]]:
-        """Yield (ranks, their trials) of each start of processes: bases first, and what needs new processes last."""
+        """Yield (ranks, their trials) of each start of processes: bases first, each again in new processes at once."""
         for ranks in sorted({trial.ranks for trial in self.trials}, key=lambda ranks: (ranks not in self.bases, ranks)):
             recorded = [self._trial(ranks, "record")] if ranks in self.bases else []
             for key, question in self.questions.items():
@@ -108,8 +108,8 @@ class Plan:
                     recorded.append(Trial(key, ranks, question.baseline, "reference", f"plain-{ranks}"))
                 recorded += own
             yield ranks, recorded + self._elsewhere(ranks)
-        for ranks in self.bases:
-            yield ranks, [self._trial(ranks, kind) for kind in ("again", "resumed")[: 1 + bool(self.half)]]
+            if ranks in self.bases:
+                yield ranks, [self._trial(ranks, kind) for kind in ("again", "resumed")[: 1 + bool(self.half)]]
 
     def _trial(self, ranks: int, kind: str) -> Trial:
         return Trial(self.own.format, ranks, self.own.first_of(ranks), kind, f"kept-{ranks}")

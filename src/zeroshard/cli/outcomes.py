@@ -81,8 +81,19 @@ def outcomes(plan: Plan, twice: Sequence[Twice], cells: Sequence[Cell], machine:
     ]
 
 
+def gates_of(plan: Plan, trial: Trial) -> tuple[int, ...]:
+    """Return the gates that a run is tried for, by their places in `GATES`."""
+    first = trial.format == plan.own.format and trial.configuration == plan.own.first_of(trial.ranks)
+    based = (1,) if first and plan.own.reference(trial.ranks) == "plain PyTorch" else ()
+    return {"again": (0,), "resumed": (2,), "grid": (*based, 3)}.get(trial.kind, ())
+
+
+def _of(gate: int, plan: Plan, cells: Iterable[Cell]) -> list[Cell]:
+    return [cell for cell in cells if cell.trial and gate in gates_of(plan, cell.trial)]
+
+
 def _repeatability(plan: Plan, twice: Sequence[Twice], cells: Iterable[Cell]) -> Outcome:
-    again = [cell for cell in cells if cell.trial and cell.trial.kind == "again"]
+    again = _of(0, plan, cells)
     runs = [
         Result(f"one process, {each.format}, the micro-batches of {_ranks([each.ranks])}", *_found(each.difference))
         for each in twice
@@ -96,14 +107,7 @@ def _repeatability(plan: Plan, twice: Sequence[Twice], cells: Iterable[Cell]) ->
 
 
 def _baseline(plan: Plan, cells: Iterable[Cell]) -> Outcome:
-    firsts = [
-        cell
-        for cell in cells
-        if cell.trial
-        and (cell.trial.kind, cell.trial.format) == ("grid", plan.own.format)
-        and cell.configuration == plan.own.first_of(cell.ranks)
-        and plan.own.reference(cell.ranks) == "plain PyTorch"
-    ]
+    firsts = _of(1, plan, cells)
     runs = [Result(str(cell.trial), cell.result, cell.difference) for cell in firsts if cell.result != REFUSED]
     tried = [f"{_ranks(cell.ranks for cell in firsts)}, {firsts[0].configuration}"] if firsts else []
     others = [ranks for ranks in plan.own.ranks if plan.own.reference(ranks) != "plain PyTorch"]
@@ -112,7 +116,7 @@ def _baseline(plan: Plan, cells: Iterable[Cell]) -> Outcome:
 
 
 def _restart(plan: Plan, cells: Iterable[Cell]) -> Outcome:
-    asked = [cell for cell in cells if cell.trial and cell.trial.kind == "resumed"]
+    asked = _of(2, plan, cells)
     resumed = [cell for cell in asked if cell.result != REFUSED]
     runs = [Result(str(cell.trial), cell.result, cell.difference) for cell in resumed]
     own = [cell for cell in resumed if cell.trial and cell.trial.against == f"kept-{cell.ranks}"]
@@ -131,7 +135,7 @@ def _restart(plan: Plan, cells: Iterable[Cell]) -> Outcome:
 
 
 def _configuration(plan: Plan, cells: Iterable[Cell], machine: str) -> Outcome:
-    grid = [cell for cell in cells if cell.trial and cell.trial.kind == "grid"]
+    grid = _of(3, plan, cells)
     axes: dict[str, dict[str, list[int]]] = {}
     ran = [cell for cell in grid if cell.result != REFUSED]
     for cell in ran:

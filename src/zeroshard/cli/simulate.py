@@ -18,6 +18,7 @@ from zeroshard.checkpoint.content import model_state, pieces
 from zeroshard.checkpoint.staging import put
 from zeroshard.cli import screen
 from zeroshard.cli.policies import policies
+from zeroshard.cli.working import Working
 from zeroshard.errors import UserError
 from zeroshard.events import DEVICE, HOST, NVME, SHARED, Ledger
 from zeroshard.integrations.chrome_trace import MADE_BY
@@ -61,21 +62,23 @@ def show_simulation(
     made["comm"] = (offload.reached_by(comm) if offload else comm).on_accelerators()
     comparable = comm.reduce == "ordered" and replicas == 1 and not ep and comm.transport != "shared"
     found = []
-    for one in rank:
-        run = simulate(
-            job,
-            ranks=ranks,
-            rank=one,
-            stage=stage,
-            accumulate=accumulate,
-            mesh={layout.axis: ranks // ep, "ep": ep} if ep else None,
-            offload=offload,
-            **made,
-        )
-        line = clock(run, cluster, ordered=ordered)
-        found.append(_told(run, cluster, line, offload, comparable=comparable))
-        if trace is not None:
-            put(trace if len(rank) == 1 else f"{trace}.rank{one}", json.dumps(timeline.chrome(line, one)), MADE_BY)
+    with Working(("ranks simulated", len(rank)), lines=not as_json) as counts:
+        for done, one in enumerate(rank):
+            counts.now(f"rank {one:,}", done)
+            run = simulate(
+                job,
+                ranks=ranks,
+                rank=one,
+                stage=stage,
+                accumulate=accumulate,
+                mesh={layout.axis: ranks // ep, "ep": ep} if ep else None,
+                offload=offload,
+                **made,
+            )
+            line = clock(run, cluster, ordered=ordered)
+            found.append(_told(run, cluster, line, offload, comparable=comparable))
+            if trace is not None:
+                put(trace if len(rank) == 1 else f"{trace}.rank{one}", json.dumps(timeline.chrome(line, one)), MADE_BY)
     if as_json:
         asked = {
             "job": job,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,9 +35,11 @@ from zeroshard.cli.outcomes import (
     Cell,
     Outcome,
     Twice,
+    gates_of,
     outcomes,
 )
 from zeroshard.cli.question import Configuration, Difference, Question
+from zeroshard.cli.working import Working
 from zeroshard.errors import UserError
 
 SCHEMA = 1  # of the object of --json
@@ -123,13 +126,18 @@ def judged(plan: Plan, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
         raise InputError("verify starts its own ranks; run it without torchrun")
     launch.check_ranks(max(trial.ranks for trial in plan.trials))  # before plain runs of as many micro-batches
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; see launch.start_ranks
-    with tempfile.TemporaryDirectory(prefix="zeroshard-verify-") as name:
-        twice, trains = _plain(plan, Path(name))
+    with (
+        tempfile.TemporaryDirectory(prefix="zeroshard-verify-") as name,
+        _Counts(plan, Path(name), lines=not as_json) as counts,
+    ):
+        twice = counts.twice
+        trains = _plain(plan, counts)
         cells: list[Cell] = []
         if not any(each.difference for each in twice if each.format == plan.own.format):
             plan.save(Path(name))
+            counts.total()
             for number, (ranks, trials) in enumerate(plan.launches()):
-                code = _launch(plan, Path(name), number, ranks, trials, cells)
+                code = _launch(plan, counts, number, ranks, trials, cells)
                 if code in (launch.BAD_INPUT, launch.INTERRUPTED):
                     return code, None
     from zeroshard.device import accelerators
@@ -145,19 +153,66 @@ def judged(plan: Plan, *, as_json: bool) -> tuple[int, dict[str, Any] | None]:
     return code, _record(plan.own, found, grid, said)
 
 
-def _plain(plan: Plan, folder: Path) -> tuple[list[Twice], bool]:
+class _Counts:
+    """What has been run so far, gate by gate, as a thread counts it in the files that ranks write."""
+
+    def __init__(self, plan: Plan, folder: Path, *, lines: bool) -> None:
+        self.plan, self.folder = plan, folder
+        self.twice: list[Twice] = []
+        self.launched: list[tuple[Path, list[Trial]]] = []
+        self.alone = ""  # what runs in one process now
+        self._totals, self._decided = [0] * len(GATES), [""] * len(GATES)
+        self._working = Working(*((gate.name, None) for gate in GATES), lines=lines, look=self._look)
+
+    def __enter__(self) -> _Counts:
+        self.total()
+        self._working.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._working.__exit__(*error)
+        self._look()
+
+    def total(self) -> None:
+        """Count what there is to run; plain runs may have shown what cannot be."""
+        counted = Counter(
+            gate for _, trials in self.plan.launches() for trial in trials for gate in gates_of(self.plan, trial)
+        )
+        plain = sum(map(len, self.plan.needs().values()))
+        self._totals = [counted[gate] + (max(plain, len(self.twice)) if gate == 0 else 0) for gate in range(len(GATES))]
+
+    def _look(self) -> None:
+        ended: list[list[bool]] = [[] for _ in GATES]
+        tried = {0: self.alone}
+        ended[0] += [each.difference is None for each in self.twice]
+        for path, trials in self.launched:
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+            for trial, line in zip(trials, lines, strict=False):
+                for at in gates_of(self.plan, trial):
+                    ended[at].append(json.loads(line)["difference"] is None)
+            tried = {at: str(next) for next in trials[len(lines) :][:1] for at in gates_of(self.plan, next)}
+        for number, (gate, equal, total) in enumerate(zip(GATES, ended, self._totals, strict=True)):
+            result = FAILS if not all(equal) else HOLDS if equal and len(equal) >= total else ""
+            self._working.now(result or tried.get(number, ""), len(equal), of=total, task=number)
+            if result and result != self._decided[number]:
+                self._working.say(f"gate {number + 1}, {gate.name}: {result}, {sum(equal)} of {len(equal)} runs equal")
+                self._decided[number] = result
+
+
+def _plain(plan: Plan, counted: _Counts) -> bool:
     """Run the job without zeroshard, twice for each format and number of ranks; drop from the plan what cannot be.
 
-    Return these runs, and whether any parameter changed in the job's own.
+    Return whether any parameter changed in the job's own.
     """
+    counted.alone = "importing torch"
     from zeroshard.cli import compare
 
-    twice: list[Twice] = []
-    trains = True
+    folder, twice, trains = counted.folder, counted.twice, True
     for key, counts in plan.needs().items():
         question = plan.questions[key]
         target, dropped = plan.folder(folder, key), False
         for ranks in counts:
+            counted.alone = f"{key}, the micro-batches of {screen.ranks_text(ranks)}, in one process"
             try:
                 plain = compare.run_plain_twice(question, ranks, target / f"plain-{ranks}")
             except UserError as error:
@@ -179,11 +234,12 @@ def _plain(plan: Plan, folder: Path) -> tuple[list[Twice], bool]:
             for trial in plan.trials
             if trial.format != key or not (dropped or (question.buffers and trial.configuration.plain != trial.ranks))
         ]
-    return twice, trains
+    return trains
 
 
-def _launch(plan: Plan, folder: Path, number: int, ranks: int, trials: list[Trial], cells: list[Cell]) -> int:
+def _launch(plan: Plan, counts: _Counts, number: int, ranks: int, trials: list[Trial], cells: list[Cell]) -> int:
     """Start ranks for some trials, and add their results."""
+    folder = counts.folder
     needed = {trial.against for trial in trials if trial.kind in ("again", "resumed")}
     ended = {
         cell.trial.against for cell in cells if cell.trial and cell.trial.kind == "record" and cell.result == EQUAL
@@ -193,8 +249,9 @@ def _launch(plan: Plan, folder: Path, number: int, ranks: int, trials: list[Tria
         return 0
     name = f"results-{number}.jsonl"
     gates.Launch(name, plan.half, [(plan.folder(folder, each.format).name, each) for each in trials]).save(folder)
-    code = launch.start_ranks(["verify-rank", str(folder)], ranks)
     path = folder / name
+    counts.launched.append((path, trials))
+    code = launch.start_ranks(["verify-rank", str(folder)], ranks)
     # Ranks that failed have written lines for what they finished.
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for at, trial in enumerate(trials):

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -243,14 +244,18 @@ def test_a_run_leaves_its_files(run):
     for entry in ranks:
         assert {state: entry["held"][state] for state in entry["predicted"]} == entry["predicted"]
         assert {state for state, nbytes in entry["held"].items() if nbytes} - entry["predicted"].keys() == {"norms"}
-    norms = f"; beside it up to {max(entry['held']['norms'] for entry in ranks):,} bytes of norms, not predicted"
+    norms = "; beside these states, in buffers of the engine's own, up to "
+    norms += f"{max(entry['held']['norms'] for entry in ranks):,} bytes of norms"
     sent, shared = (sum(ranks[0]["traffic"][verb][how] for verb in ("gather", "reduce")) for how in ("sent", "shared"))
     read = f"; it read {shared // STEPS:,} in other ranks' memory, which they share" if shared else ""
     assert bool(sent) != bool(shared)
     said = shown.splitlines()
     assert said.index("  starting 2 ranks ...") < said.index(f"  started on cpu, torch {torch.__version__}")
-    assert said[-5:] == [
-        f"  loss   {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f} in {STEPS} steps",
+    per_second = statistics.median(line["tokens_per_s"] for line in lines)
+    assert said[-6:] == [
+        f"  loss   {lines[0]['loss']:.3f} -> {lines[-1]['loss']:.3f} in {STEPS} steps  "
+        + screen.curve([line["loss"] for line in lines]),
+        f"  speed  {2 * 2 * SIZES['tiny'].context / per_second:.3g} s a step, {per_second:,.0f} tokens/s",
         f"  states {sum(ranks[0]['predicted'].values()):,} bytes per rank; held = predicted on 2 ranks, to the byte"
         + norms,
         f"  sent   {sent // STEPS:,} bytes of parameters and gradients per step by rank 0{read}",

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import ranks
 import zeroshard
+from zeroshard.cli.diff import _show_steps
 from zeroshard.errors import StateError, UserError
 from zeroshard.runlog.parting import LOOK, part
 from zeroshard.runlog.read import read, ulps_between
@@ -178,14 +179,21 @@ def test_the_command_says_where_and_why(right, tmp_path, command):
     plain(tmp_path / "again")
     code, told, _ = command("diff", right, tmp_path / "again")
     assert (code, told.splitlines()[-1]) == (0, "the same bits in all 3 steps")
+    assert [line.split() for line in told.splitlines()[4:-1]] == [
+        *([str(step), "equal", "equal", "equal"] for step in range(STEPS)), ["after", "them", "equal", "-", "-"],
+    ]  # fmt: skip
     code, told, _ = command("diff", right, tmp_path / "wrong")
     assert code == 1
     assert "they part at step 1, gradients: 0.weight, and 3 tensors more" in told
     assert f"look at: {LOOK['factor']}" in told
+    steps = [re.split("  +", line.strip()) for line in told.splitlines()[4:8]]
+    assert steps[:2] == [["0", "equal", "equal", "equal"], ["1", "equal", "equal", "4 differ"]]
+    assert steps[2] == ["2", "4 differ", "4 differ", "4 differ"] and steps[3] == ["after them", "4 differ", "-", "-"]
     code, told, _ = command("diff", right, tmp_path / "wrong", "--json")
     found = json.loads(told)
     assert (code, found["equal"], found["first_difference"]["kind"]) == (1, False, "factor")
     assert found["first_difference"]["element"] == 0
+    assert found["step_by_step"][1] == {"weights": 0, "losses": 0, "gradients": 4}
     for folders, words in (((right, tmp_path), "no run log here"), ((tmp_path / "x", right), "no run log here")):
         code, _, said = command("diff", *folders)
         assert code == 2
@@ -212,6 +220,17 @@ def test_a_log_that_was_not_closed_is_said_to_lack_its_last_update(right, tmp_pa
     code, told, _ = command("diff", tmp_path / "left", tmp_path / "closed", "--json")
     assert json.loads(told)["closed"] == [False, True]
     assert "not closed" not in command("diff", right, right)[1]
+
+
+def test_many_steps_alike_are_one_line(capsys):
+    equal, differs = ({"weights": 0, "losses": 0, "gradients": count} for count in (0, 2))
+    _show_steps([*[equal] * 1200, differs, *[differs] * 7, {"weights": 2}])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [re.split("  +", line.strip())[0] for line in lines] == [
+        "0 to 1,199",
+        *(f"{step:,}" for step in range(1200, 1208)),
+        "after them",
+    ]
 
 
 def test_the_page_shows_what_the_command_prints(tmp_path, monkeypatch, command):

@@ -1,10 +1,11 @@
 """What commands print, on terminals of any width and in logs: nothing is cut, and no word broken."""
 
+import math
 from itertools import pairwise
 
 import pytest
 
-from zeroshard.cli import screen
+from zeroshard.cli import output, screen
 
 SENTENCE = "  [dim]two reductions of blocks.0.attention.qkv.weight are under way while blocks.1 is computed[/dim]"
 NAMES = ["blocks.0.attention.qkv.weight", "blocks.0.attention.out.weight"]
@@ -56,6 +57,17 @@ def test_tables_lose_no_cell(printed, columns, others):
     for number in range(8):
         assert all(words.count(f"{name}-{number}") == 1 for name in names)
     assert words.count(NAMES[0]) == words.count(NAMES[1]) == 4 and len(lines) == 2 + 8
+
+
+def test_a_curve_is_bars_of_the_means_between_the_least_and_the_largest():
+    assert screen.curve([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]) == "█▇▆▅▄▃▂▁"
+    assert screen.curve([float(number) for number in range(64)]) == "".join(
+        screen.BARS[round(at / 31 * 7)] for at in range(32)
+    )
+    assert screen.curve([3.0, math.nan, 2.0, math.inf]) == "█ ▁ "
+    assert screen.curve([2.5]) == screen.curve([math.nan] * 2 + [2.5]).strip() == "▁"
+    assert screen.curve([]) == ""
+    assert {*screen.BARS} <= {*output.PLAIN}  # a pipe that knows ASCII alone has them too
 
 
 def test_a_long_last_column_of_words_is_wrapped_beside_its_row(printed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,22 @@ from rich.markup import escape
 
 from zeroshard.cli import launch, screen
 from zeroshard.cli.config import InputError, one_line
+from zeroshard.cli.working import Working
 from zeroshard.errors import UserError
-from zeroshard.runlog.parting import Parting, part
+from zeroshard.runlog.parting import Parting, part, step_by_step
 from zeroshard.runlog.read import Run, read
 from zeroshard.runlog.traced import Traced
 
+FOLDED = 8  # steps alike, one after the other, that are one line
 FAR = 1 << 23  # ULPs: another power of two
 
 
 def diff(first: str, second: str, *, as_json: bool) -> int:
     """Print where two runs part; return exit code 0 where they are equal, else 1."""
     try:
-        runs = [read(Path(folder)) for folder in (first, second)]
-        found = part(*runs)
+        with Working(("comparing logs", None), lines=not as_json):
+            runs = [read(Path(folder)) for folder in (first, second)]
+            found = part(*runs)
     except UserError as error:
         raise InputError(one_line(error)) from error
     steps = [_steps(run) for run in runs]
@@ -38,6 +42,7 @@ def diff(first: str, second: str, *, as_json: bool) -> int:
                     "processors": processors,
                     "closed": [run.closed for run in runs],
                     "first_difference": _finite(told),
+                    "step_by_step": step_by_step(*runs),
                 },
                 indent=2,
                 allow_nan=False,
@@ -74,6 +79,7 @@ def _show(runs: list[Run], found: Parting | None) -> None:
             f"[yellow]not closed[/yellow]: {escape(screen.shown(run.folder))} lacks the weights after its last step. "
             "Write with RunLog(...) as log:, or log.close()"
         )
+    _show_steps(step_by_step(*runs))
     if found is None:
         screen.say(f"[bold green]the same bits[/bold green] in all {screen.many(steps, 'step')}")
         return
@@ -91,6 +97,22 @@ def _show(runs: list[Run], found: Parting | None) -> None:
         screen.say(f"    {_values(found.traced)}")
     screen.say(f"  [bold]{escape(found.kind)}[/bold]: {escape(found.says)}")
     screen.say(f"  look at: {escape(found.look)}")
+
+
+def _show_steps(counts: Sequence[dict[str, int]]) -> None:
+    """Print a line for each step: what of it is equal in both runs, and how much is not."""
+    table = screen.new_table(
+        "Step by step, and the weights that each begins with", "step", "weights", "losses", "gradients"
+    )
+    at = 0
+    while at < len(counts):
+        alike = next((next for next in range(at, len(counts)) if counts[next] != counts[at]), len(counts))
+        last = alike if alike - at > FOLDED else at + 1
+        cells = [f"[red]{count} differ[/red]" if count else "[green]equal[/green]" for count in counts[at].values()]
+        steps = f"{at:,} to {last - 1:,}" if last > at + 1 else f"{at:,}" if len(cells) > 1 else "after them"
+        table.add_row(steps, *cells, *["-"] * (3 - len(cells)))
+        at = last
+    screen.show(table)
 
 
 def _values(found: Parting | Traced) -> str:

@@ -18,6 +18,7 @@ from zeroshard.errors import Error
 
 # What tables and bars are drawn with, where a terminal or a pipe knows no more than ASCII; the rest becomes escapes.
 PLAIN = {"█": "@", "▓": "%", "▒": "+", "░": "-", "━": "=", "─": "-", "…": "...", "µ": "u"}
+PLAIN |= dict(zip("▁▂▃▄▅▆▇", "_.,-=+*", strict=True))
 
 
 class OutputError(Error):

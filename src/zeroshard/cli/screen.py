@@ -24,6 +24,7 @@ from zeroshard.planner.timeline import TRAVELS
 
 RANKS_SHOWN = 4
 FOLD = 80
+CURVE, BARS = 32, "▁▂▃▄▅▆▇█"  # of a run's losses
 LOG_LINES = 10  # progress lines of a whole run where there is no terminal to draw a bar on
 
 console = Console(highlight=False)
@@ -178,11 +179,15 @@ def closing(
     steps: int,
     *,
     losses: Sequence[float],
+    speed: tuple[float, float],
     weights: Path,
     checkpoint: Path,
     run: Path,
 ) -> None:
-    """Print four lines about a run that has ended, and the next command; `ranks` as in `ledger.json`."""
+    """Print what a run that has ended was, and the next command; `ranks` as in `ledger.json`.
+
+    losses: of each step. speed: seconds of a step and tokens per second, of the step in the middle.
+    """
     held = [sum(entry["held"].get(state, 0) for state in entry["predicted"]) for entry in ranks]
     sent, shared = (
         sum(ranks[0]["traffic"].get(verb, {}).get(how, 0) for verb in TRAVELS) // steps for how in ("sent", "shared")
@@ -194,13 +199,25 @@ def closing(
         verdict = f"[bold red]held differs from predicted:[/bold red] {', '.join(off)}"
     say("")
     facts = {
-        "loss": f"{losses[0]:.3f} -> {losses[1]:.3f} in {many(steps, 'step')}",
+        "loss": f"{losses[0]:.3f} -> {losses[-1]:.3f} in {many(steps, 'step')}  [cyan]{curve(losses)}[/cyan]",
+        "speed": f"{speed[0]:.3g} s a step, {speed[1]:,.0f} tokens/s",
         "states": f"{max(held):,} bytes per rank; {verdict}",
         "sent": f"{sent:,} bytes of parameters and gradients per step by rank 0{read}",
         "saved": f"{escape(str(weights))} and {escape(str(checkpoint))}",
         "next": f"[bold]zeroshard explain {escape(shlex.quote(str(run)))}[/bold]",
     }
     told(facts)
+
+
+def curve(numbers: Sequence[float]) -> str:
+    """Draw numbers as a row of bars, each of the mean of its part of them; those that are not finite as gaps."""
+    bars = min(CURVE, len(numbers))
+    parts = [numbers[len(numbers) * at // bars : len(numbers) * (at + 1) // bars] for at in range(bars)]
+    means = [sum(part) / len(part) for part in parts]
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    least, range_ = min(finite), (max(finite) - min(finite)) or 1.0
+    heights = [(mean - least) / range_ * (len(BARS) - 1) if math.isfinite(mean) else None for mean in means]
+    return "".join(" " if height is None else BARS[round(height)] for height in heights)
 
 
 def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
@@ -238,7 +255,7 @@ def _beside(ranks: Sequence[Mapping[str, Any]]) -> str:
         for state in entry["held"].keys() - entry["predicted"].keys():
             more[state] = max(more.get(state, 0), entry["held"][state])
     said = [f"up to {nbytes:,} bytes of {state}" for state, nbytes in sorted(more.items()) if nbytes]
-    return f"; beside it {', '.join(said)}, not predicted" if said else ""
+    return f"; beside these states, in buffers of the engine's own, {', '.join(said)}" if said else ""
 
 
 def _off(entry: Mapping[str, Any]) -> list[str]:

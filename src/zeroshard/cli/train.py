@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -330,9 +331,12 @@ def _close_run(config: RunConfig, ranks: list[Any], start: int, saved: Path) -> 
     (out / "ledger.json").write_text(json.dumps({"ranks": ranks}, indent=2) + "\n", encoding="utf-8")
     if config.report:
         screen.ledger(ranks, steps)
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[start:]]
+    tokens = config.batch * config.accumulate * config.ranks * config.shape.context
+    per_second = statistics.median(line["tokens_per_s"] for line in lines)
     screen.closing(
         ranks, steps,
-        losses=[json.loads(lines[at])["loss"] for at in (start, -1)],
+        losses=[line["loss"] for line in lines],
+        speed=(tokens / per_second, per_second),
         weights=out / "model.safetensors", checkpoint=saved, run=out,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 from ..errors import UserError
@@ -83,6 +84,22 @@ def part(a: Run, b: Run) -> Parting | None:
             if found is not None:  # else losses are no numbers, in both
                 return _computed(a, b, number, found)
     return None
+
+
+def step_by_step(a: Run, b: Run) -> list[dict[str, int]]:
+    """Count what differs in each step of both runs: tensors of weights, as it begins, losses, tensors of gradients.
+
+    After the last step there may be the weights alone, which it has made.
+    """
+    found = []
+    for number, (one, two) in enumerate(zip(a.first.steps, b.first.steps, strict=False)):
+        told = {"weights": len(_differing(one.weights, two.weights))}
+        if one.gradients is not None and two.gradients is not None:
+            pairs = zip_longest(_losses(a, number), _losses(b, number))
+            told["losses"] = sum(not (x == y or (x != x and y != y)) for x, y in pairs)
+            told["gradients"] = len(_differing(one.gradients, two.gradients))
+        found.append(told)
+    return found
 
 
 def _computed(a: Run, b: Run, number: int, found: Parting) -> Parting:

@@ -386,7 +386,7 @@ def test_a_plan_counts_the_one_copy_once_for_a_host(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # a row for each stage, whole
     for options, told in (((), False), (("--offload-parameters", "shared"), True)):
         code, out, error = command(
-            "plan", "--params", "7e9", "--ranks", "8", "--stage", "2", "--offload-optimizer", "cpu", *options
+            "plan", "--params", "7e9", "--ranks", "8", "--stage", "2", "--offload-optimizer", "cpu", "--full", *options
         )
         assert code == 0, error
         title, row = (out[out.index("Where it rests") :].splitlines()[at] for at in (1, 2))

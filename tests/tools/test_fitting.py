@@ -386,7 +386,7 @@ def said(monkeypatch, capsys):
 
     def printed(words):
         monkeypatch.setenv("COLUMNS", "132")
-        app(["plan", *words.split()], standalone_mode=False)
+        app(["plan", "--full", *words.split()], standalone_mode=False)
         return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
     return printed

@@ -10,6 +10,7 @@ import torch
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.cli.config import InputError
 from zeroshard.cli.main import app
 
 BF16 = Precision(param_dtype=torch.bfloat16, cast_inputs=True)
@@ -24,7 +25,7 @@ def planned(monkeypatch, capsys):
 
     def first(words, columns=80):
         monkeypatch.setenv("COLUMNS", str(columns))
-        app(["plan", *words.split()], standalone_mode=False)
+        app(["plan", "--full", *words.split()], standalone_mode=False)
         before, _, _ = capsys.readouterr().out.partition("\nPlan\n")
         assert all(len(line) <= 80 for line in before.splitlines())
         verdict, _, line = before.partition("zero = ")
@@ -144,3 +145,37 @@ def test_what_no_line_can_say_has_none(planned):
     """Another system's bytes, and experts, whose mesh is the program's."""
     for words in ("--preset megatron-fp16", "--bytes parameters=1,gradients=1", "--optimizer adamw-24bit-master"):
         assert planned(f"--params 7B {words}")[1] == ""
+
+
+SCREEN = 24  # lines of a terminal
+BRIEF = {
+    "--params 7B --ranks 8": "A rank's GB\nstage  bytes/param  at rest  sent a step\n",
+    "--params 7B --ranks 8 --gpu-mem 24GiB --stage 3":
+        "A rank's GB, of 25.77\nstage  bytes/param  at rest  at the peak  sent a step  to spare  fits\n"
+        "3             16/N    14.00        17.94        36.75      7.83  fits\n",
+    "--params 7B --ranks 8 --gpu h100-80": "s a step  device  host  files  way",
+    "--params 13B --gpu 4090 --host-mem 32GiB": "with a disk of 0.25 TB for each rank:",
+    "--params 1e9 --stage 3 --offload-optimizer nvme": "at rest  on the device  host  files  sent a step\n",
+    f"{CLUSTER} --gpu-mem 12GB": "3                 8             all            4.00",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", BRIEF)
+def test_the_answer_is_on_one_screen_and_the_rest_in_full(monkeypatch, capsys, words):
+    """The same verdict and line, one table, and where the rest is."""
+    printed = {}
+    monkeypatch.setenv("COLUMNS", "80")
+    for full in (False, True):
+        app(["plan", *words.split(), *["--full"] * full], standalone_mode=False)
+        printed[full] = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
+    brief, table = printed[False], BRIEF[words]
+    assert len(brief.splitlines()) <= SCREEN and table in brief
+    assert printed[True].startswith(brief.partition("A rank's GB" if "of one GPU" not in brief else "On 8 nodes")[0])
+    assert brief.splitlines()[-1].strip() == (
+        "--full says more: of each state, the peak, messages, and what is assumed"
+    )
+
+
+def test_a_check_takes_no_full_plan():
+    with pytest.raises(InputError, match="--check runs a job; leave out --full"):
+        app(["plan", JOB, "--check", "--full"], standalone_mode=False)

@@ -222,6 +222,7 @@ def test_the_command_says_it(capsys):
         SLOW,
         "--gpu-mem",
         "12GB",
+        "--full",
     ]
     app(words, standalone_mode=False)
     shown = capsys.readouterr().out

@@ -30,7 +30,7 @@ def fits_sentence(found: Plan, fitting: Fitting, amount: Amount) -> str:
         way = way[0].lower() + way[1:]
     return (
         f"[bold green]{escape(numbers)}{escape(way[0].upper() + way[1:] if not numbers else way)}[/bold green]: the "
-        f"fastest that fits {per}, {_time(best)} a step, bound by {best.times.binds}; "
+        f"fastest that fits {per}, {within(best)} a step, bound by {best.times.binds}; "
         f"{amount(best.need.device)} of {amount(fitting.most.device)} {unit} on the device"
         f"{_there(best.need, amount)}, with activations of {_tokens(fitting)}."
     )
@@ -69,7 +69,7 @@ def _show_kind(each: Found, fitting: Fitting, options: Mapping[str, Any], amount
         more = "" if fit is first else _later(fit.times.middle - first.times.middle)
         written = f"; {fit.written / 1e12:.3g} TB written in a day" if fit.written else ""
         screen.say(
-            f"    {_time(fit)} a step{more}, bound by {fit.times.binds}; {amount(fit.need.device)} {amount.unit} on "
+            f"    {within(fit)} a step{more}, bound by {fit.times.binds}; {amount(fit.need.device)} {amount.unit} on "
             f"the device{_there(fit.need, amount)}{written}",
             6,
         )
@@ -86,7 +86,7 @@ def _show_kind(each: Found, fitting: Fitting, options: Mapping[str, Any], amount
     if each.proof is not None:
         screen.say(f"  nothing fits: {escape(each.proof)}", 4)
         for what, fit in each.buys:
-            screen.say(f"  with {what}: {escape(str(fit.way))}, {_time(fit)} a step", 4)
+            screen.say(f"  with {what}: {escape(str(fit.way))}, {within(fit)} a step", 4)
         if not each.buys:
             screen.say("  no host memory, disk or few more GPUs would help: a larger GPU, or a smaller model")
 
@@ -135,7 +135,8 @@ def _there(need: Need, amount: Amount) -> str:
     return "".join(f", {amount(nbytes)} {where}" for where, nbytes in parts.items() if nbytes)
 
 
-def _time(fit: Fit) -> str:
+def within(fit: Fit) -> str:
+    """Write the range of a step's time: `0.16 to 0.41 s`."""
     return f"{_digits(fit.times.least)} to {_digits(fit.times.most)} s"
 
 

@@ -10,12 +10,14 @@ from rich.markup import escape
 from rich.text import Text as Styled
 
 from zeroshard.cli import screen
+from zeroshard.cli.brief import show_brief
 from zeroshard.cli.config import PLACED, InputError, in_options, places, planned_offload
 from zeroshard.cli.fits import show_fits
 from zeroshard.cli.policies import NAMES, policies
 from zeroshard.cli.screen import Amount
 from zeroshard.cli.sent import replicas, traffic, ways
 from zeroshard.cli.verdict import show_verdict
+from zeroshard.cli.working import Working
 from zeroshard.errors import UserError
 from zeroshard.events import HOST, NVME, SHARED
 from zeroshard.planner.answer import Plan, StagePlan
@@ -32,19 +34,30 @@ MORE_LOOKS = (("▒", "magenta"), ("░", "green"), ("#", "blue"), ("=", "bright
 
 
 def show_plan(
-    *, as_json: bool, exact: bool = False, config: str | None = None, given: Collection[str] = (), **settings: Any
+    *,
+    as_json: bool,
+    exact: bool = False,
+    full: bool = False,
+    config: str | None = None,
+    given: Collection[str] = (),
+    **settings: Any,
 ) -> None:
     """Plan and print. Raises `InputError`, one line, for what cannot be planned.
 
-    config: the file that settings come from. given: names of the options on the command line.
+    full: all tables and notes, and not one. config: the file that settings come from. given: names of options on the
+    command line.
     """
     _one_model(settings)
-    found = _planned(settings)
+    with Working(("planning", None), lines=not as_json):
+        found = _planned(settings)
     if as_json:
         print(json.dumps(found.json(), indent=2))
         return
     amount = Amount(0 if exact else max(stage.total for stage in found.stages))
-    show_verdict(found, {**settings, "config": config}, given, amount)
+    searched = show_verdict(found, {**settings, "config": config}, given, amount)
+    if not full:
+        show_brief(found, amount, searched=searched)
+        return
     _head(found)
     _bars(found, amount)
     _states(found, amount)

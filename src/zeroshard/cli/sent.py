@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.markup import escape
+from rich.table import Table
 
 from zeroshard.cli import screen
 from zeroshard.cli.screen import Amount
@@ -92,8 +93,8 @@ def replicas(found: Plan, amount: Amount) -> None:
     )
 
 
-def ways(found: Plan, compared: Ways, amount: Amount) -> None:
-    """Print the ways in which ranks can share the model, and which is recommended, and why."""
+def table_of_ways(found: Plan, compared: Ways, amount: Amount) -> Table:
+    """Make the table of the ways in which ranks can share the model."""
     machine, nodes = compared.machine, compared.nodes
     what = "at rest" if found.stages[0].peak is None else "at the peak"
     table = screen.new_table(
@@ -107,7 +108,12 @@ def ways(found: Plan, compared: Ways, amount: Amount) -> None:
         sizes = map(amount, (way.nbytes, way.between, way.inside))
         copies = f"1 on {way.hosts} hosts" if way.hosts > 1 else str(way.replicas)
         table.add_row(str(way.stage), copies, over, *sizes, f"{way.seconds:.3g} s", verdict)
-    screen.wide(table)
+    return table
+
+
+def ways(found: Plan, compared: Ways, amount: Amount) -> None:
+    """Print these ways, which is recommended, and why."""
+    screen.wide(table_of_ways(found, compared, amount))
     screen.say(
         f"  [dim]{len(compared.ways)} ways compared; shown: those that no other beats in memory and time, and one "
         "replica. Time of a step: messages one after the other, none behind compute, and what the host launches and "

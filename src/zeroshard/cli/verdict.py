@@ -20,8 +20,8 @@ from zeroshard.planner.options import ARGUMENTS, OPTIONS
 from zeroshard.planner.recipes import Recipe
 
 
-def show_verdict(found: Plan, options: Mapping[str, Any], given: Collection[str], amount: Amount) -> None:
-    """Print the verdict, and the line where this engine holds what is planned.
+def show_verdict(found: Plan, options: Mapping[str, Any], given: Collection[str], amount: Amount) -> bool:
+    """Print the verdict, and the line where this engine holds what is planned. Return whether a search has given it.
 
     options: the command's, without those of tiers. given: names of options on the command line.
     """
@@ -32,12 +32,13 @@ def show_verdict(found: Plan, options: Mapping[str, Any], given: Collection[str]
     if found.fitting is not None and (not fits or not asked_for_one(given)):
         screen.say(fits_sentence(found, found.fitting, amount))
         show_line(found.fitting.best, options)
-        return
+        return True
     screen.say(_sentence(found, stage, amount, fits=fits))
     line = pasted(found, stage, options, given) if fits else None
     if line is not None:
         screen.console.print()
         screen.console.print(line, markup=False, style="cyan", soft_wrap=True)
+    return False
 
 
 def asked_for_one(given: Collection[str]) -> bool:

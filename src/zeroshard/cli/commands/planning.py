@@ -170,6 +170,7 @@ class Bytes:
 
 
 class Answer:
+    full: Annotated[bool, option(COMMON, "All tables and notes, and not the one that answers.", "--full")] = False
     exact: Annotated[bool, option(ANSWER, "Every byte to the last digit, instead of GB.", "--exact")] = False
     as_json: AsJson = False
     disk_read: Annotated[
@@ -246,6 +247,8 @@ def plan(
       zeroshard plan train:job --ranks 2 --check
       zeroshard plan --params 7B --ranks 8 --config ds_config.json
 
+    It prints a verdict, the line that makes it so, and a table; with --full all that it has counted and assumed.
+
     With --gpu it searches for the fastest way that fits, and prints its line. --params is arithmetic on three numbers.
     --shapes lays the model out as the engine does, to the byte, with padding and the peak of a step. A job's own model,
     optimizer and loss run through the engine on tensors without memory. --check then runs them on local ranks and
@@ -253,7 +256,7 @@ def plan(
     """
     from zeroshard.cli import plan as command
 
-    as_json, exact = options.pop("as_json"), options.pop("exact")
+    as_json, exact, full = (options.pop(name) for name in ("as_json", "exact", "full"))
     settings = {"job": job, **options}
     sources = {name: context.get_parameter_source(name) for name in settings}
     given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
@@ -262,8 +265,8 @@ def plan(
 
         configured(config, settings, given)
     if settings.pop("check"):
-        raise typer.Exit(command.check_plan(as_json=as_json, **settings))
-    command.show_plan(as_json=as_json, exact=exact, config=config, given=given, **settings)
+        raise typer.Exit(command.check_plan(as_json=as_json, exact=exact, full=full, **settings))
+    command.show_plan(as_json=as_json, exact=exact, full=full, config=config, given=given, **settings)
 
 
 @takes(Simulated, Tiers)
@@ -280,7 +283,10 @@ def simulate(job: Job, **options: Any) -> None:
     in files it says what each tier holds and what files move; no file is made, and the clock leaves these tiers out.
     """
     from zeroshard.cli.question import whole_numbers
-    from zeroshard.cli.simulate import show_simulation
+    from zeroshard.cli.working import Working
+
+    with Working(("importing torch", None), lines=not options["as_json"]):
+        from zeroshard.cli.simulate import show_simulation
 
     offload, rank = planned_offload(tiers_of(options)), whole_numbers("--rank", options.pop("rank"))
     try:

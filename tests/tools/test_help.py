@@ -1,6 +1,11 @@
 """Helps of commands, at the widths of terminals."""
 
+import importlib.util
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -13,12 +18,14 @@ from zeroshard.cli.question import Question
 from zeroshard.layout.partition import BUCKET_MIB
 from zeroshard.policies.layout import Layout
 
+ROOT = Path(__file__).parents[2]
+
 OPTIONS = {
     "train": "accumulate batch data device grad-dtype help hosts keep lr no-recompute no-report offload offload-activations offload-gradients offload-optimizer "
     "offload-parameters offload-path offload-step optimizer-over out precision ranks recompute reduce replicas report resume save-every seed size stage steps timeout "
     "transport",
     "demo": "help out ranks seed steps verbose",
-    "plan": "accumulate align batch bounds bucket-mib bytes check config disk disk-read disk-write ep exact experts fp8 gpu gpu-mem gpus-per-node grad-dtype help hosts "
+    "plan": "accumulate align batch bounds bucket-mib bytes check config disk disk-read disk-write ep exact experts fp8 full gpu gpu-mem gpus-per-node grad-dtype help hosts "
     "host-mem json machine matrices no-sync offload offload-activations offload-gradients offload-optimizer offload-parameters offload-step optimizer "
     "optimizer-in-backward optimizer-over params precision "
     "prefetch preset ranks recompute reduce replicas seq shapes stage step-time tokens transport units whole",
@@ -70,7 +77,7 @@ def test_helps_fit_their_terminal_and_cut_nothing(monkeypatch, capsys, command, 
 @pytest.mark.parametrize(
     ("command", "common"),
     [
-        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload help"),
+        ("plan", "params shapes ranks stage gpu gpu-mem host-mem disk preset check offload full help"),
         ("train", "data stage ranks size steps out resume offload help"),
         ("verify", "ranks stage steps accumulate precision offload full quick out help"),
     ],
@@ -123,3 +130,58 @@ def test_plan_says_the_defaults_of_named_settings(name, default):
     assert f"[default: {default}]" in options("plan")[name][1]
     fields = {"bounds": Layout().bounds, "align": Layout().align, "bucket-mib": f"{BUCKET_MIB:g} on a CPU"}
     assert str(fields.get(name, default)) == default
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("ver", "verify"),
+        ("ckpt ", "inspect verify diff export import"),
+        ("plan --off", "--offload --offload-parameters --offload-gradients --offload-optimizer --offload-activations "
+         "--offload-step"),
+        ("train --size ", "tiny deep small medium"),
+    ],
+)  # fmt: skip
+def test_the_tab_key_completes_commands_options_and_their_words(typed, offered):
+    words = f"zeroshard {typed}"
+    asked = {"_ZEROSHARD_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = "import sys; sys.argv = ['zeroshard']; from zeroshard.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **asked},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert (done.stdout.split(), done.stderr) == (offered.split(), "")
+
+
+@pytest.mark.parametrize(("said", "where"), [(None, "docs/README.md in a clone"), ("https://docs.test/", None)])
+def test_the_help_names_the_address_of_the_documents(said, where):
+    code = "import sys; sys.argv = ['zeroshard', '--help']; from zeroshard.cli.main import main; main()"
+    told = {name: value for name, value in os.environ.items() if name != "ZEROSHARD_DOCS"}
+    told |= {"ZEROSHARD_DOCS": said} if said else {}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=told, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"Documents: {said or where}" in done.stdout
+
+
+SPEC = importlib.util.spec_from_file_location("commands", ROOT / "docs" / "commands.py")
+PAGES = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(PAGES)
+
+
+@pytest.mark.parametrize("name", PAGES.PAGES)
+def test_the_reference_is_made_from_the_code(name):
+    page = (ROOT / "docs" / name).read_text()
+    assert page == PAGES.PAGES[name](), "python docs/commands.py"
+    assert max(len(line) for line in page.splitlines() if not line.startswith("|")) <= 132
+
+
+def test_the_reference_has_every_command_and_option():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    for command, names in OPTIONS.items():
+        section = page.partition(f"## zeroshard {command}\n")[2].partition("\n## ")[0]
+        assert {*re.findall(r"--([a-z0-9-]+)", section)} >= {*names.split()}, command

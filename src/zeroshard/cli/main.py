@@ -23,11 +23,12 @@ from zeroshard.cli.commands import looking, planning, training
 from zeroshard.cli.config import InputError, Launch, one_line
 from zeroshard.cli.output import OutputError
 from zeroshard.errors import Error, UserError, visible
+from zeroshard.explain.document import links
 
 app = typer.Typer(
     help="ZeRO stages 0-3 for PyTorch from one line, with the same bits in every configuration.",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=f"Documents: {links().get('Documentation', 'docs/README.md in a clone')}",
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )

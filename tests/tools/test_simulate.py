@@ -26,6 +26,7 @@ from flat import plan_of
 from zeroshard import Comm, Layout, Machine, Model, Precision, Step, shard
 from zeroshard.cli import check, processor
 from zeroshard.cli.policies import precision_of
+from zeroshard.cli.simulate import _show_clock
 from zeroshard.errors import UserError
 from zeroshard.explain import stacked_mlp
 from zeroshard.planner import built, predict_states
@@ -867,6 +868,27 @@ def test_the_simulate_command(tmp_path):
         }
     shown = command(*words[:4])
     assert "A step on the clock" in shown.stdout and "tokens/s" in shown.stdout
+
+
+def test_the_parts_of_a_step_are_drawn_one_after_the_other(capsys):
+    parts = {"compute": 4.0, "summing": 1.0, "optimizer": 2.0, "exposed": 3.0, "overhead": 0.0}
+    host = {"launches": 1, "drains": 0, "meetings": 1, "launches_of_a_clip": 1}
+    clock = {**parts, "step": 10.0, "moving": 3.0, "tokens_per_second": None}
+    _show_clock({"time": clock, "host": host, "native": None})
+    drawn = [re.search(r"\d u?s( *\u2588*)", line)[1].rstrip() for line in capsys.readouterr().out.splitlines()[2:8]]
+    assert [(each.count(" ") - 2, each.count("\u2588")) for each in drawn if each] == [
+        (0, 16), (16, 4), (20, 8), (28, 12), (0, 40),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("h100-80", "h100"), ("a100-80", "a100"), ("mi300x", "mi300x"), ("h200", "h200")]
+)
+def test_a_machine_has_its_gpus_name_too(gpu, name):
+    """Of that memory: there is no a100 of 40 GB."""
+    assert machine(gpu) is MACHINES[name]
+    with pytest.raises(UserError, match="no such machine"):
+        machine("a100-40")
 
 
 @pytest.mark.parametrize(

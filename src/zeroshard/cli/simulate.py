@@ -31,6 +31,8 @@ from zeroshard.planner.states import owned
 from zeroshard.policies.comm import Comm
 from zeroshard.policies.offload import Offload
 
+BAR = 40  # characters of a whole step
+
 
 def show_simulation(
     job: str,
@@ -294,7 +296,8 @@ def _show(found: dict[str, Any]) -> None:
 
 def _show_clock(found: dict[str, Any]) -> None:
     clock = found["time"]
-    table = screen.new_table("A step on the clock", "what", "time")
+    table = screen.new_table("A step on the clock, its parts put together one after the other", "what", "time", "")
+    table.columns[-1].justify = "left"
     rows = {
         "compute": "compute",
         "summing": "summing gradients in rank order",
@@ -303,8 +306,12 @@ def _show_clock(found: dict[str, Any]) -> None:
         "overhead": "launches, waits of the host, meetings",
         "step": "[bold]step[/bold]",
     }
+    before = 0.0
     for key, what in rows.items():
-        table.add_row(what, _seconds(clock[key]))
+        first = 0.0 if key == "step" else before
+        before = first + clock[key]
+        start, end = (round(BAR * seconds / clock["step"]) for seconds in (first, before))
+        table.add_row(what, _seconds(clock[key]), f"[cyan]{' ' * start}{'█' * (end - start)}[/cyan]")
     screen.show(table)
     hidden = max(clock["moving"] - clock["exposed"], 0.0)
     screen.say(f"  [dim]{_seconds(clock['moving'])} of collectives, {_seconds(hidden)} of them behind compute[/dim]")

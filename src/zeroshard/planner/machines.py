@@ -141,9 +141,15 @@ MACHINES: Mapping[str, Cluster] = {
 
 
 def machine(name: str) -> Cluster:
-    """Return one of `MACHINES`, or the machine that a JSON file of `Cluster`'s fields describes. Raises `UserError`."""
+    """Return one of `MACHINES`, by its own name or its GPU's, or what a JSON file of `Cluster`'s fields describes.
+
+    Raises `UserError`.
+    """
     if name.endswith(".json"):
         return _described(Path(name))
+    kind = MACHINES.get(name.partition("-")[0])
+    if kind is not None and name in GPUS and kind.memory == int(GPUS[name].gib * GIB):
+        return kind
     if name not in MACHINES:
         raise UserError("no such machine", got=repr(name), instead=nearest(name, MACHINES) + ", or a .json file")
     return MACHINES[name]

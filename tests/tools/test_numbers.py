@@ -307,3 +307,10 @@ def test_how_much_less_stage_3_holds():
     assert f"Stage 3 holds a quarter of stage 0 at rest, and {100 * low / peak:.0f} % of it at the peak" in page(
         "README.md"
     )
+
+
+def test_what_a_stage_sends_is_said_in_bytes():
+    """README.md: of 7 B parameters in bf16 on 8 ranks, for one backward."""
+    sent = [stage.traffic.total.sent / 1e9 for stage in zeroshard.plan(Model("7B"), Machine(ranks=8)).stages]
+    said = f"sends {sent[0]:.2f}, {sent[1]:.2f}, {sent[2]:.2f} and {sent[3]:.2f} GB, as stage 0 sends averages in fp32"
+    assert said in " ".join(page("README.md").split())

@@ -1,6 +1,7 @@
 """The first lines of `zeroshard plan`: a verdict, and a line of Python that does what was planned."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,3 +180,14 @@ def test_the_answer_is_on_one_screen_and_the_rest_in_full(monkeypatch, capsys, w
 def test_a_check_takes_no_full_plan():
     with pytest.raises(InputError, match="--check runs a job; leave out --full"):
         app(["plan", JOB, "--check", "--full"], standalone_mode=False)
+
+
+def test_a_trainers_bf16_is_planned_by_its_own_name(planned, capsys):
+    """Autocast over fp32: 4 + 4 + 8 bytes, at stage 1 over 8 ranks 9 where bf16 with masters takes 7.5."""
+    stages = {}
+    for preset in ("trainer-bf16", "fp32", "zeroshard"):
+        app(["plan", "--params", "7B", "--ranks", "8", "--preset", preset, "--json"], standalone_mode=False)
+        stages[preset] = json.loads(capsys.readouterr().out)["stages"]
+    assert stages["trainer-bf16"] == stages["fp32"]
+    assert [stages[preset][1]["total"] / 7e9 for preset in ("trainer-bf16", "zeroshard")] == [9.0, 7.5]
+    assert planned("--params 7B --ranks 8 --preset trainer-bf16") == planned("--params 7B --ranks 8 --preset fp32")

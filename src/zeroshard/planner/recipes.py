@@ -177,20 +177,27 @@ OPTIMIZERS: Mapping[str, Mapping[str, Bytes]] = {
 }
 
 
+SAME_AS: Mapping[str, tuple[str, str]] = {  # by what a user asks for: the preset that has these bytes, and why
+    "trainer-bf16": ("fp32", "bf16=True of a Trainer: autocast, over weights, gradients and moments in fp32"),
+}
+
+
 def recipe(preset: str = "zeroshard", *, optimizer: str | None = None, custom: str | None = None) -> Recipe:
     """Return a preset, with another optimizer's states if one is named; or the bytes that `custom` lists.
 
     custom: "parameters=2,gradients=2,master=4,m=4,v=4", numbers or fractions; any other name is optimizer state.
     """
-    if preset not in PRESETS:
-        raise UserError("no such preset of bytes per parameter", got=repr(preset), instead=nearest(preset, PRESETS))
+    if preset not in PRESETS and preset not in SAME_AS:
+        names = [*PRESETS, *SAME_AS]
+        raise UserError("no such preset of bytes per parameter", got=repr(preset), instead=nearest(preset, names))
     if custom is not None:
         if optimizer is not None:
             raise UserError(
                 "Model.bytes and Model.optimizer both say what the optimizer keeps", instead="one of the two"
             )
         return _custom(custom)
-    chosen = PRESETS[preset]
+    same, says = SAME_AS.get(preset, (preset, ""))
+    chosen = replace(PRESETS[same], name=preset, says=says) if says else PRESETS[same]
     if optimizer is None:
         return chosen
     if optimizer not in OPTIMIZERS:

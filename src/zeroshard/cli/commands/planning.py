@@ -62,7 +62,7 @@ class Question:
         unset(
             COMMON,
             "Bytes per parameter by name: paper, zeroshard, zeroshard-bf16-grads, fp32, deepspeed, megatron-bf16, "
-            "megatron-fp16. [dim]\\[default: zeroshard][/dim]",
+            "megatron-fp16, trainer-bf16. [dim]\\[default: zeroshard][/dim]",
             "NAME",
         ),
     ] = None

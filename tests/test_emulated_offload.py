@@ -141,8 +141,8 @@ def steps(cases, path):
     "names", [("gradients and optimizer", "host"), pytest.param(("optimizer", "parameters"), marks=pytest.mark.full)]
 )
 def test_a_step_moves_so_many_bytes_and_waits_for_events_alone(names):
-    """Of its shards a rank sends the sums, and weights, of which it is not asked whether somebody edited them; back
-    come updates, or, where weights rest in host memory, all that is gathered."""
+    """Of its shards a rank sends the sums, and a byte of each bucket that says if somebody edited its weights; or,
+    where weights rest in host memory, the weights too. Back come updates, or all that is gathered."""
     dtypes = (torch.bfloat16, torch.float32)
     cases = [(stage, dtype, TIERS[name], False) for name in names for stage, dtype in zip((1, 3), dtypes, strict=True)]
     names = [name for name in names for _ in dtypes]
@@ -156,10 +156,11 @@ def test_a_step_moves_so_many_bytes_and_waits_for_events_alone(names):
             sums, weights = 4 * own, width * own
             # The first rank has elements of every bucket; of padding alone no average is needed.
             if name == "gradients and optimizer" or (name == "optimizer" and found is every[0]):
-                assert ways == {"to the host": sums + weights, "to the device": weights + batch}, name
+                assert ways == {"to the host": sums + buckets, "to the device": weights + batch}, name
             elif stage == 3 and name == "host":  # the last block is still there when backward begins
-                gathers = 2 * weights - weights // BLOCKS
-                assert ways == {"to the host": sums + weights, "to the device": gathers + batch}, name
+                gathers, masters = 2 * weights - weights // BLOCKS, dtype is torch.bfloat16
+                sent = sums + weights + buckets * masters
+                assert ways == {"to the host": sent, "to the device": gathers + batch}, name
             assert waits.pop(BATCH_ARRIVES) == 1
             assert {what for _, what in waits} <= {"event.synchronize"}, (name, waits)
             assert waits.total() <= 3 * buckets, (name, waits)
@@ -181,6 +182,6 @@ def test_a_step_that_clips_asks_once_and_tells_once():
 
 def test_states_in_files_move_as_many_bytes(tmp_path):
     cases = [(3, torch.bfloat16, TIERS["host"], False), (3, torch.bfloat16, TIERS["nvme"], False)]
-    for (_, _, host, _), (_, _, files, waits) in emulated.run(2, steps, cases, str(tmp_path), seed=1):
-        assert files == host
+    for (_, buckets, host, _), (_, _, files, waits) in emulated.run(2, steps, cases, str(tmp_path), seed=1):
+        assert host == files | {"to the host": files["to the host"] + buckets}  # which say if weights were edited
         assert waits["features/nvme.py:same_as", "copy to the host"] == BLOCKS

@@ -219,16 +219,21 @@ def test_an_edit_that_split_masters_cannot_follow_is_named_on_every_rank(stage, 
             assert "outside gathered()" in text and ", among parameters" in text and "split_master" in text
 
 
-def test_a_digest_of_a_device_tells_contents_apart():
-    """Two sums of words, wherever the tensor lies: each bit of one element, and two elements that change places."""
-    tensor = torch.randn(1000).bfloat16()
+@pytest.mark.parametrize("numel", [1000, 1 << 14, (65 << 14) + 1000])
+def test_a_digest_of_a_device_tells_contents_apart(numel):
+    """A sum of words, wherever the tensor lies: each bit of one element, two elements that change places, in a row of
+    the table of weights or between rows, and two signs."""
+    tensor = torch.randn(numel).bfloat16()
     seen = {digests._weighed(tensor).item()}
     for bit in range(16):
         tensor.view(torch.int16)[777] ^= 1 << bit if bit < 15 else -(1 << 15)
         seen.add(digests._weighed(tensor).item())
-    tensor[[1, 2]] = tensor[[2, 1]]
+    for other in (2, numel - 1):
+        tensor[[1, other]] = tensor[[other, 1]]
+        seen.add(digests._weighed(tensor).item())
+    tensor[[1, numel // 2]] *= -1
     seen.add(digests._weighed(tensor).item())
-    assert len(seen) == 18
+    assert len(seen) == 20
 
 
 # ------------------------------------------------------------------------------------------- planned, saved and refused

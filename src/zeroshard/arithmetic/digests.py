@@ -10,10 +10,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ..device import chunk
 from .sums import simulated
 
 _MIX = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9  # odd, and without a pattern
+_COLUMNS, _ROWS = 1 << 14, 1 << 6  # of words, as a device weighs them; so many rows at a time take 8 MiB of scratch
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -29,7 +29,7 @@ def fingerprint(tensor: Tensor, *, anywhere: bool = False) -> bytes | Tensor | N
     It is the cheapest way to notice that the program wrote to a tensor behind torch's version counters.
 
     anywhere: on a device too, where it is the sum of 16-bit words times odd weights, modulo 2^64. A difference in
-    one word always changes it; of differences in several words all but one in 2^64 do. The sum stays on the device.
+    one word always changes it; of differences in several words all but one in 2^48 do. The sum stays on the device.
     """
     if simulated(tensor):
         return None
@@ -47,10 +47,19 @@ def differ(a: bytes | Tensor | None, b: bytes | Tensor | None) -> bool | Tensor:
 
 
 def _weighed(tensor: Tensor) -> Tensor:
-    words, total = tensor.view(torch.int16), torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for at in range(0, words.numel(), chunk(words)):
-        part = words[at : at + chunk(words)]
-        weights = torch.arange(at, at + part.numel(), device=part.device) * _MIX[0]
-        weights = (weights ^ (weights >> 31)) * _MIX[1] | 1
-        total += (part.to(torch.int64) * weights).sum()
+    """Return the sum of a tensor's words, each times the weights of its column and its row in a table of such width."""
+    words = tensor.view(torch.int16)
+    rows, columns = words.numel() // _COLUMNS, _odd(0, min(words.numel(), _COLUMNS), words.device)
+    last = words[rows * _COLUMNS :]
+    total = (last * columns[: last.numel()]).sum()
+    if rows:
+        table = words[: rows * _COLUMNS].view(rows, _COLUMNS)
+        sums = torch.cat([(part * columns).sum(1) for part in table.split(_ROWS)])
+        total += (sums * _odd(_COLUMNS, _COLUMNS + rows, words.device)).sum()
     return total
+
+
+def _odd(start: int, stop: int, device: torch.device) -> Tensor:
+    """Return odd numbers without a pattern, the same for the same places."""
+    weights = torch.arange(start, stop, device=device) * _MIX[0]
+    return (weights ^ (weights >> 31)) * _MIX[1] | 1

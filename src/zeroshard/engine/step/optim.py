@@ -27,6 +27,7 @@ from ..gradients.accumulator import Entry
 from ..gradients.backward import backward_is_running
 from ..gradients.gradient import Gradients
 from ..weights.bucket import Bucket, Place, publish
+from ..weights.evidence import told
 from ..weights.modes import unseen
 from ..weights.tracing import traced
 from ..weights.transaction import Transaction
@@ -441,10 +442,11 @@ class Binding(Transaction):
         one_by_one = [bucket for bucket in self._updated if self._by_itself(bucket)]
         self._marks = -1 if one_by_one else self._versions()
         try:
-            for at, bucket in enumerate(one_by_one):
-                for coming in one_by_one[at : at + 2]:
-                    self.states.ahead(coming)
-                self._step_alone(bucket, given)
+            with told(one_by_one):
+                for at, bucket in enumerate(one_by_one):
+                    for coming in one_by_one[at : at + 2]:
+                        self.states.ahead(coming)
+                    self._step_alone(bucket, given)
         except TierError as error:
             self.group.report(error)  # the peers will meet this rank after the step
         except BaseException:  # the optimizer's own: as with plain torch, a step that raised may be repeated

@@ -437,7 +437,7 @@ class Bucket:
             self.master.rest.give(0, stored)
         else:
             self.tier.send(stored, master)
-        self.edits.agree(stored if self.resident else None)
+        self.edits.agree(stored if self.resident or self.edits.evidence is not None else None)
         self.codec.wrote(stored)
 
     def changed(self) -> None:

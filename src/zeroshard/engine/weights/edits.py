@@ -4,7 +4,7 @@ weights are released, stepped, saved or gathered anew.
 The program may write into an open parameter at any time, so only the bits prove an edit: they are compared by a digest
 that was taken when the parameters were last the cast of the masters. Mostly no digest is needed, because no code could
 reach the gathered copy. On a device a step does not ask if there are edits, because the host would wait for the answer:
-it copies without knowing.
+it copies without knowing. If masters are stepped on the host, the device tells: `evidence.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ...arithmetic.digests import differ, fingerprint
 from ...arithmetic.sums import reseed_
 from ...device import TO_THE_HOST, ask, asynchronous, given
 from ...errors import TierError
+from .evidence import Evidence, told
 
 if TYPE_CHECKING:
     from .bucket import Bucket
@@ -33,6 +34,27 @@ class Edits:
         self._version = 0  # of the gathered copy as it came
         # Digest of the parameters here when they were last the masters' cast.
         self._agreed: bytes | Tensor | None = None
+        self._evidence: Evidence | None = None
+
+    @property
+    def evidence(self) -> Evidence | None:
+        """What the device knows of edits, if the masters are stepped on the host; else None."""
+        bucket = self._bucket
+        apart = asynchronous(bucket.tier.device) and not asynchronous(bucket.tiers["optimizer"].device)
+        if not apart or bucket.master is None or bucket.codec.asks or bucket.codec.of_masters:
+            return None
+        if self._evidence is None:
+            self._evidence = Evidence(bucket.tier)
+        return self._evidence
+
+    def looked(self) -> Evidence | None:
+        """Return the evidence, complete to this moment; None if masters have nothing to follow."""
+        bucket, evidence = self._bucket, self.evidence
+        if evidence is None or not (bucket.resident or self.unfollowed):
+            return None
+        if bucket.parameters.on_device:
+            evidence.look(bucket.parameters.of(*bucket.updated))
+        return evidence
 
     def _digest(self, params: Tensor) -> bytes | Tensor | None:
         """Return a digest of weights; in a device's memory only for a codec that asks."""
@@ -49,6 +71,9 @@ class Edits:
         """Take note that the gathered copy may be edited from now on. A backward may have written to it already."""
         if mine is not None and not self.reachable:
             self._agreed = None if full._version != self._version else self._digest(mine)
+        evidence = None if self.reachable or full._version != self._version else self.evidence
+        if evidence is not None and not self._bucket.parameters.on_device:
+            evidence.came(self._bucket.mine)
         self.reachable = True
 
     def look_at(self, full: Tensor) -> None:
@@ -61,7 +86,11 @@ class Edits:
 
     def agree(self, params: Tensor | None) -> None:
         """Take note that these parameters are the cast of the masters. None: nothing is known of them."""
-        self._agreed = None if params is None else self._digest(params)
+        evidence = self.evidence
+        if evidence is not None:
+            evidence.agree(params if self._bucket.parameters.on_device else None)
+        else:
+            self._agreed = None if params is None else self._digest(params)
 
     def untouched(self, params: Tensor) -> bool:
         """Tell if it is certain that these parameters were not edited."""
@@ -106,6 +135,8 @@ class Edits:
             if not silent and parameters.rest.same_as(bucket.mine):
                 return False
             bucket.codec.before_taking_back()
+            if (evidence := self.evidence) is not None and not parameters.on_device:
+                evidence.look(bucket.mine) if silent else evidence.assume()
             if silent and parameters.pinned:
                 parameters.rest.take(0, mine := bucket.mine.clone(), fresh=True)
                 given(mine, TO_THE_HOST)
@@ -127,15 +158,30 @@ class Edits:
         bucket = self._bucket
         if bucket.master is None or bucket.codec.of_masters or not (bucket.resident or self.unfollowed):
             return False
+        if (evidence := self.evidence) is None:
+            return self._seed(asked=asked)
+        if evidence.heard is None:
+            with told([bucket]):
+                return self.seed_master(asked=asked)
+        if evidence.heard:
+            edited = self._seed(asked=asked)
+            self.agree(bucket.parameters.of(*bucket.updated) if bucket.parameters.on_device else None)
+            return edited
         self.unfollowed = False
+        return False
+
+    def _seed(self, *, asked: bool) -> bool:
+        bucket, self.unfollowed = self._bucket, False
         with bucket.parameters.here(changed=False):
             return bucket.codec.follow(bucket.parameters.of(*bucket.updated), asked=asked)
 
     def mark_followed(self) -> None:
         """Take note that the resting parameters are the cast of their masters: no edit is left to follow."""
         bucket, self.unfollowed = self._bucket, False
-        if bucket.codec.asks and bucket.resident:
+        if (bucket.codec.asks or self.evidence is not None) and bucket.resident:
             self.agree(bucket.parameters.of(*bucket.updated))
+        elif self.evidence is not None:
+            self.agree(None)
 
     def reseed(self, params: Tensor, *, asked: bool = True) -> bool:
         """Copy to the master the elements that are not its cast. Returns if anything was edited; see `reseed_`.

@@ -169,6 +169,7 @@ def tables() -> dict[str, Any]:
             "buffers": limits.STAGING_ROOMS,
             "in_flight": limits.IN_FLIGHT,
             "prefetch": limits.PREFETCH,
+            "exchanged": round(gpus.exchanged(2) * (1 - gpus.ALLOCATOR)),
         },
         "gpus": [{"name": name, "gib": gpu.gib, "usable": gpus.usable(name)} for name, gpu in gpus.GPUS.items()],
         "machines": [

@@ -1,6 +1,6 @@
 """An optimizer of your own, proven: the bits of one process at every stage, on 1 to 3 ranks, with states in each tier.
 
-Run it by `pytest examples/test_own_optimizer.py`, after `pip install "zeroshard[testing]"`.
+Run it by `pytest examples/test_own_optimizer.py`, after `pip install ".[testing]"` in a clone.
 """
 
 import pytest

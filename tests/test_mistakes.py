@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 
 import zeroshard
 from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.api import _ELSEWHERE
 from zeroshard.cli.main import app
 from zeroshard.errors import CheckpointError, PeerError, ReleasedError, StateError, UserError
 from zeroshard.integrations.common import refuse_misspelt
@@ -78,6 +79,23 @@ def test_a_model_without_its_optimizer_is_refused():
     assert instead(error).startswith("shard(model, optimizer, ...); or shard(model, None, ...)")
     assert zeroshard.shard(model, optimizer, stage=3).stage == 3
     assert zeroshard.shard(made()[0], None, stage=3).stage == 3
+
+
+def test_model_and_optimizer_in_the_other_order_are_told_so():
+    with pytest.raises(UserError, match="(?s)not a model.*got: AdamW") as error:
+        zeroshard.shard(*reversed(made()))
+    assert instead(error) == "shard(model, optimizer, ...), in this order"
+
+
+def test_a_method_of_another_engine_names_the_plain_loops_line():
+    """And is absent to whoever asks for it: hasattr, copies, notebooks."""
+    zero = zeroshard.shard(*made(), stage=2)
+    for name, line in _ELSEWHERE.items():
+        assert not hasattr(zero, name)
+        with pytest.raises(AttributeError, match=f"^Zero has no '{name}'; instead: {re.escape(line)}$"):
+            getattr(zero, name)
+    with pytest.raises(AttributeError, match="^Zero has no 'bananas'$"):
+        _ = zero.bananas
 
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:3", "xpu"])

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .worlds.world import world as world
 
 ANYWHERE = "Comm", "Error", "Layout", "Machine", "Model", "Offload", "Step", "plan"  # without torch, and off Linux
-EXTRA = "torch", "numpy", "safetensors"  # what `pip install "zeroshard[torch]"` brings
+EXTRA = "torch", "numpy", "safetensors"  # what `pip install ".[torch]"` in a clone brings
 
 _HOME = {
     "Comm": "policies.comm",
@@ -102,7 +102,7 @@ def check_place(what: str) -> None:
 def missing(what: str) -> str:
     """Return the text that says what cannot be imported, and what brings it."""
     absent = [each for each in EXTRA if importlib.util.find_spec(each) is None]
-    return f"{what} needs {' and '.join(absent)}: pip install 'zeroshard[torch]'"
+    return f"{what} needs {' and '.join(absent)}: pip install '.[torch]' in a clone of zeroshard"
 
 
 def __getattr__(name: str) -> Any:

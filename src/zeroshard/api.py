@@ -70,6 +70,21 @@ _MEANT: Mapping[type, Mapping[str, str]] = {
         "nccl": "Comm(), with device= on GPUs: what is there goes over NCCL",
     },
 }
+# By method of other libraries' engines and wrappers: what a plain loop has in its place.
+_ELSEWHERE: Mapping[str, str] = {
+    "backward": "loss.backward()",
+    "step": "optimizer.step()",
+    "zero_grad": "optimizer.zero_grad()",
+    "parameters": "model.parameters(); model is the nn.Module that shard(...) was given",
+    "train": "model.train(), of the nn.Module that shard(...) was given",
+    "eval": "model.eval(), of the nn.Module that shard(...) was given",
+    "module": "zero.model, the nn.Module that shard(...) was given",
+    "forward": "model(...), of the nn.Module that shard(...) was given",
+    "save_checkpoint": "zero.save(folder)",
+    "load_checkpoint": "zero.load(folder)",
+    "save_pretrained": "zero.export(folder)",
+    "save_16bit_model": "zero.export(folder)",
+}
 Batch = TypeVar("Batch")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -126,6 +141,8 @@ def shard(
     layout, comm = _policy("layout", layout, Layout), _policy("comm", comm, Comm)
     if not isinstance(model, nn.Module):
         instead = "shard(nn.ModuleList(models), ...) for several models"
+        if isinstance(optimizer, nn.Module):
+            instead = "shard(model, optimizer, ...), in this order"
         raise UserError("not a model", expected="an nn.Module", got=type(model).__name__, instead=instead)
     if optimizer is _UNSAID:
         raise UserError(
@@ -245,6 +262,15 @@ class Zero:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy(protocol)
+
+    if not TYPE_CHECKING:  # a type checker is to say that there is no such attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Name what stands in the place of a method that engines of other libraries have."""
+            instead = _ELSEWHERE.get(name)
+            raise AttributeError(
+                f"Zero has no {name!r}" + (f"; instead: {instead}" if instead else ""), name=name, obj=self
+            )
 
     # --- what users call --------------------------------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ def _yaml(path: Path, words: str) -> Any:
     try:
         import yaml  # type: ignore[import-untyped, unused-ignore]
     except ModuleNotFoundError as error:
-        instead = 'pip install "zeroshard[yaml]", or the same settings as a .json file'
+        instead = "pip install pyyaml, or the same settings as a .json file"
         raise UserError("a YAML file needs PyYAML", where=str(path), instead=instead) from error
     try:
         return yaml.safe_load(words)

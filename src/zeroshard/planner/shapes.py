@@ -420,7 +420,7 @@ def _config(where: Path) -> Shapes:
         raise UserError(
             "no shapes are known for this model without transformers", where=where,
             got=f"model_type {kind!r}, {named[0]}"[:120],
-            instead=f"{nearest(kind, known)}; pip install zeroshard[hf]; or a folder with its *.safetensors",
+            instead=f"{nearest(kind, known)}; pip install transformers; or a folder with its *.safetensors",
         )  # fmt: skip
     parameters = dict(family.parameters(config))
     ties = {}

@@ -125,7 +125,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     try:
         from . import threads
     except ImportError as error:
-        pytest.fail(f"pytest.mark.ranks: {error}. pip install 'zeroshard[testing]'", pytrace=False)
+        pytest.fail(f"pytest.mark.ranks: {error}. pip install '.[testing]' in a clone of zeroshard", pytrace=False)
 
     options = asked(mark.kwargs)
     arguments = {name: pyfuncitem.funcargs[name] for name in _arguments(pyfuncitem)}

@@ -6,14 +6,19 @@ are the CPU's operators too, but run on a thread of the device's.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import sites
 
+_TORCH, _HERE = (os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, __file__))
 ONLY_WRITTEN = {"copy_", "fill_", "zero_", "_to_copy", "clone"}  # their first argument, or their result
 
 
@@ -30,6 +35,8 @@ class Touched(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if _of_the_device(sys._getframe(1)):
+            return result
         schema = func._schema
         written = {each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write}
         if not written and any(each.alias_info is not None for each in schema.returns):
@@ -55,6 +62,13 @@ def _updated(name: str, args: Any, written: set[str]) -> range | set[int]:
         return range(len(args)) if written else range(0)
     each = len(args[0])
     return {at for at in range(6 * each) if at // each != 1}
+
+
+def _of_the_device(frame: FrameType | None) -> bool:
+    """Did the emulator itself call? It fills memory that was freed, for one."""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_HERE)
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -226,9 +226,22 @@ def test_the_command_says_it(capsys):
     ]
     app(words, standalone_mode=False)
     shown = capsys.readouterr().out
-    assert shown.startswith("\nStage 3, 8 replicas, the optimizer over all: least time of what fits")
+    assert shown.startswith(
+        "\nStage 3, 8 replicas, the optimizer over all: least time of what fits, 1.37 s for the messages"
+    )
+    assert "after backward" not in shown.partition(" of a step")[2].partition(".\n")[0]  # of 8 it is little
     assert 'comm=zeroshard.Comm(replicas=8, optimizer="all")' in shown
     ways = plan_of(**SETTINGS, gpu_mem="12GB").ways
     assert all(" ".join(reason.split()) in " ".join(shown.split()) for reason in ways.because)
     app([*words, "--json"], standalone_mode=False)
     assert json.loads(capsys.readouterr().out)["ways"] == json.loads(json.dumps(ways.json()))
+
+
+def test_the_verdict_says_how_long_a_chain_of_many_replicas_takes(capsys):
+    """Where it is a tenth of the time and more: here of 32, one on each node."""
+    words = ["--params", "7e9", "--units", "32", "--ranks", "256", "--machine", "h100", "--stage", "3"]
+    app(["plan", *words], standalone_mode=False)
+    shown = " ".join(capsys.readouterr().out.split())
+    best = plan_of(params=7 * 10**9, units=32, ranks=256, machine="h100", stage=3).ways.recommended
+    assert best.replicas == 32 and 10 * best.chain > best.seconds
+    assert f"messages of a step ({best.chain:.3g} s of it from replica to replica, after backward), " in shown

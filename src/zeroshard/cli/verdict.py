@@ -18,6 +18,7 @@ from zeroshard.planner.fitting import PATH
 from zeroshard.planner.line import Call, Word, changed, policy, shard
 from zeroshard.planner.options import ARGUMENTS, OPTIONS
 from zeroshard.planner.recipes import Recipe
+from zeroshard.planner.ways import Way
 
 
 def show_verdict(found: Plan, options: Mapping[str, Any], given: Collection[str], amount: Amount) -> bool:
@@ -69,7 +70,7 @@ def _sentence(found: Plan, stage: StagePlan, amount: Amount, *, fits: bool) -> s
         best = found.ways.recommended
         return (
             f"[bold green]{str(best).capitalize()}: least time[/bold green] of what fits, {best.seconds:.3g} s for the "
-            f"messages of a step, {amount(best.nbytes)} {unit} on each GPU."
+            f"messages of a step{_late(best)}, {amount(best.nbytes)} {unit} on each GPU."
         )
     when = "at rest" if stage.peak is None else "at the peak of a step"
     if found.gpu_mem is None:
@@ -96,6 +97,11 @@ def _sentence(found: Plan, stage: StagePlan, amount: Amount, *, fits: bool) -> s
         f"[bold red]{none}[/bold red]: stage {stage.stage} takes {amount(stage.most)} {unit} {per} {when}, {spare} "
         "more than there is."
     )
+
+
+def _late(way: Way) -> str:
+    """Say how much of a way's time comes after backward, where it is much: a chain of many replicas."""
+    return f" ({way.chain:.3g} s of it from replica to replica, after backward)" if 10 * way.chain > way.seconds else ""
 
 
 def _held(stage: StagePlan, amount: Amount) -> str:

@@ -1,4 +1,5 @@
-"""`Offload(step="host")` beside an emulated accelerator: what host operations touch, and edits that the device tells."""
+"""Steps of states in host memory beside an emulated accelerator: what host operations touch, and edits that the device
+tells."""
 
 from __future__ import annotations
 
@@ -59,6 +60,49 @@ def test_a_step_on_the_host_touches_so_many_bytes():
     assert edited.pop("device.py") == EQUAL / 4  # of one bucket of four
     edited.pop("arithmetic/sums.py")
     assert edited == sums
+
+
+def test_a_step_on_the_device_touches_none():
+    """Sums that rest in host memory come as they are, and the device divides them."""
+    everything = TIERS["host"]
+    cases = [
+        (1, torch.bfloat16, TIERS["gradients and optimizer"], "device", False),
+        (2, torch.float32, TIERS["gradients and optimizer"], "device", False),
+        (3, torch.bfloat16, everything, "device", False),
+    ]
+    for found in emulated.run(2, each, cases, seed=1):
+        assert found == [{}, {}, {}]
+
+
+def added_to(stage, dtype):
+    """Weights after steps after which gradients stay and are added to, beside those of states on the device."""
+    found = []
+    for where in (Offload(gradients="cpu", optimizer="cpu", step="device"), Offload(gradients="cpu"), None):
+        model = build()
+        optimizer = adam(model.parameters())
+        zero = zeroshard.shard(
+            model, optimizer, stage=stage, precision=Precision(param_dtype=dtype), layout=Layout(bucket_mib=0.0005),
+            offload=where,
+        )  # fmt: skip
+        for step in range(5):
+            loss(model, batch(step, ranks.rank())).backward()
+            if step == 3:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            if step == 2:
+                optimizer.zero_grad()
+        with zero.gathered():
+            found.append({name: each.clone() for name, each in reference.weights(model).items()})
+        torch.emu.synchronize()
+    for got in found[:-1]:
+        reference.assert_same(got, found[-1])
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
+def test_sums_that_a_step_has_used_are_added_to_as_on_the_device(stage, dtype):
+    """Of three ranks: what is divided by three and multiplied again is another number."""
+    emulated.run(3, added_to, stage, dtype, seed=stage)
 
 
 def inside(model, zero):

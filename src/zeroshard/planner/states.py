@@ -230,7 +230,9 @@ class Holding(NamedTuple):
             at, formats = self.tier(bucket), self.resting(bucket).formats
             first, last = bucket.held(self.seats.of(bucket), self.placements.optimizer)
             there = self.there or at["optimizer"] == DEVICE
-            if bucket.trainable and there and at["gradients"] != DEVICE and self.accumulated:
+            same = formats.gradients.itemsize == formats.master.itemsize
+            come = at["gradients"] == HOST and same and self.placements.optimizer is not Degree.RANK
+            if bucket.trainable and there and at["gradients"] != DEVICE and self.accumulated and not come:
                 each.append(math.ceil((last - first) * formats.master.itemsize))  # averages, for the device's optimizer
             if bucket.trainable and not there:
                 # Sums that are used as they come pass too, in the format of what they update.

@@ -59,7 +59,7 @@ class Accumulator:
         self.entries: list[Entry] = []  # of the bucket's parameters
         self.divisor = divisor
         self.holds = Holds.NOTHING
-        self.rounded = False  # has a step divided the sum in memory, while its file still holds the undivided sum?
+        self.rounded = False  # has a step divided a copy of the sum, while what rests is still undivided?
         self.aside: Tensor | None = None  # a copy of what is owned of `sum`, while a contribution uses the memory
         self.blocks: Any = None  # the map from blocks to entries, made when a norm is first asked for: `norms.py`
 
@@ -141,9 +141,9 @@ class Accumulator:
             self._move(Holds.AVERAGE)
 
     def forget_step(self, *, averaged: bool) -> None:
-        """Drop a step's changes to the sum in memory, without writing them to its file: nothing else needs them.
+        """Drop a step's changes to the sum in memory, without writing them to where it rests: nothing else needs them.
 
-        averaged: does the file hold the average, and not the undivided sum that the step divided?
+        averaged: is what rests the average, and not the undivided sum that the step divided?
         """
         self.sum.rest.forget()
         if self.filled:  # else an exception has ended the step, and all gradients were dropped

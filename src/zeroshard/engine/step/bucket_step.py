@@ -57,7 +57,8 @@ class Alone:
         with self._states.present(bucket):
             if bucket.edits.seed_master(asked=False):
                 bucket.changed()
-            accumulator.spread_average(kept=not accumulator.sum.on_demand).wait()
+            if not bucket.sums_come:
+                accumulator.spread_average(kept=not accumulator.sum.on_demand).wait()
             self._averages.give(fragments, given)
             watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
             with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched, seen():

@@ -254,7 +254,7 @@ class States:
         with contextlib.ExitStack() as here:
             for rest in self.moving(bucket):
                 here.enter_context(rest.here())
-            if bucket.gradients is not None:
+            if bucket.gradients is not None and not bucket.sums_come:
                 here.enter_context(bucket.gradients.here(changed=False))
             for fragment in fragments:
                 if bucket.updating.on_demand:

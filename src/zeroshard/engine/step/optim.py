@@ -472,7 +472,7 @@ class Binding(Transaction):
         try:
             self.alone.step(bucket, accumulator, given)
         finally:
-            if accumulator.sum.on_demand:
+            if accumulator.sum.on_demand or bucket.sums_come:
                 accumulator.forget_step(averaged=averaged)
 
     @torch.no_grad()

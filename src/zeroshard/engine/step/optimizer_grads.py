@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from ...arithmetic.sums import average_
 from ...errors import StateError
-from ..gradients.accumulator import Entry
+from ..gradients.accumulator import Accumulator, Entry
 from ..gradients.gradient import Gradients
 from ..gradients.sharded_grad import ShardedGrad
 from ..weights.bucket import Bucket
@@ -83,31 +84,37 @@ class Averages:
         param, accumulator = fragment.param, entry.accumulator
         own, part = accumulator.for_step, fragment.own
         if own.device != param.device:
-            return self._copied(fragment.bucket, own, param)[part].view(param.shape)
+            return self._copied(accumulator, own, param)[part].view(param.shape)
         if accumulator.sum.on_demand and not accumulator.sum.rest.on_device:
             return own[part].to(param.dtype).view(param.shape)
         if own.dtype != param.dtype:
-            return self._copied(fragment.bucket, own, param)[part].view(param.shape)
+            return self._copied(accumulator, own, param)[part].view(param.shape)
         average = own[part].view(param.shape)
         return average if accumulator.sum.on_demand else self._views.setdefault(id(param), average)
 
-    def _copied(self, bucket: Bucket, own: Tensor, like: Tensor) -> Tensor:
+    def _copied(self, accumulator: Accumulator, own: Tensor, like: Tensor) -> Tensor:
         """Return a copy of a bucket's averages in the dtype and on the device of `like`, kept until the step is over.
 
         Its memory is not from malloc: the optimizer's first step would allocate states above it, and freeing it would
         leave a hole of its size in the heap, for good.
         """
+        bucket = accumulator.bucket
         if bucket.plan.index not in self._copies:
-            self._copies[bucket.plan.index] = bucket, self._copy(bucket, own, like)
+            self._copies[bucket.plan.index] = bucket, self._copy(accumulator, own, like)
         return self._copies[bucket.plan.index][1]
 
-    def _copy(self, bucket: Bucket, own: Tensor, like: Tensor) -> Tensor:
-        tier = bucket.tier
+    def _copy(self, accumulator: Accumulator, own: Tensor, like: Tensor) -> Tensor:
+        bucket, tier = accumulator.bucket, accumulator.bucket.tier
         if like.device != tier.device:
             return tier.fetch(own, like.dtype)
         copy = tier.reserve("upcast", own.numel(), like.dtype, zeroed=False)
         if own.device == like.device:
             return copy.copy_(own)
+        if bucket.sums_come:
+            accumulator.sum.copy(bucket.updated[0], copy)
+            if not accumulator.averaged:
+                average_(copy, accumulator.divisor)
+            return copy
         tier.send(copy, own)
         return copy
 

@@ -232,6 +232,13 @@ class Bucket:
         """True if gradients have another dtype than what the optimizer updates, so that a step needs a copy."""
         return self.gradients is not None and self.grad_dtype != self.updating.dtype
 
+    @property
+    def sums_come(self) -> bool:
+        """True if the device steps the bucket and brings its gradients from host memory by itself, to divide them."""
+        sums, there = self.gradients, self.tiers["optimizer"].device == self.tier.device
+        sharded = self.placements.optimizer is not Degree.RANK  # else the average is gathered where it rests
+        return sums is not None and sums.pinned and not sums.on_demand and there and sharded and not self.upcast
+
     # --- which part is whose ----------------------------------------------------------------------------------------
 
     @property

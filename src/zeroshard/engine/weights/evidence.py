@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...arithmetic.digests import fingerprint
-from ...device import DeviceEvent, event
+from ...device import DeviceEvent, ask, event
 
 if TYPE_CHECKING:
     from ...tiers.tier import DeviceTier
@@ -90,7 +90,7 @@ def told(buckets: Sequence[Bucket]) -> Iterator[None]:
                 noted.append((evidence, answer))
         if noted:
             found = buckets[0].tier.fetch(torch.stack([answer for _, answer in noted]), torch.uint8)
-            for (evidence, _), edited in zip(noted, found.tolist(), strict=True):
+            for (evidence, _), edited in zip(noted, ask(found).tolist(), strict=True):
                 evidence.heard = bool(edited)
         yield
     finally:

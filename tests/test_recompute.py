@@ -164,3 +164,70 @@ def evaluated_between(stage, recompute):
 def test_a_forward_runs_again_in_the_mode_that_it_ran_in(stage):
     (kept, _), (again, training) = (ranks.run(2, evaluated_between, stage, recompute)[0] for recompute in (False, True))
     assert all(map(torch.equal, kept, again)) and not training
+
+
+class Writing(nn.Module):
+    """What it writes in one call it reads in the next: a center, a counter, a large table, statistics of a batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(24, 24), nn.BatchNorm1d(24)
+        self.register_buffer("center", torch.zeros(24))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("table", torch.zeros(3000, 24))
+        self.register_buffer("large", torch.ones(3000, 24))  # which no call writes
+
+    def forward(self, x):
+        y = self.norm(self.linear(x))
+        with torch.no_grad():
+            self.center.lerp_(y.mean(0), 0.5)
+            self.table[:7].add_(y.mean(0))
+            self.calls += 1
+        return torch.tanh(y - self.center) * self.calls + self.table[3] * self.large[0]
+
+
+class Mixed(nn.Module):
+    """It tells its arguments apart by whether they are one tensor, as `nn.MultiheadAttention` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.attend = nn.Linear(24, 24), nn.MultiheadAttention(24, 2, batch_first=True)
+
+    def forward(self, query, *, key):
+        return self.linear(query) * (2.0 if key is query else 1.0) + self.attend(query, key, key)[0]
+
+
+class Kept(nn.Module):
+    def __init__(self, kind) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if isinstance(block, Writing) else block(x, key=x)
+        return x
+
+
+def kept(kind, stage, recompute, offload):
+    """All weights and buffers after three steps of two backwards."""
+    torch.manual_seed(0)
+    model = Kept(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    layout = Layout(recompute=recompute, units=[kind])
+    zero = zeroshard.shard(model, optimizer, stage=stage, layout=layout, offload=offload)
+    for _ in range(3):
+        for _ in range(2):
+            loss = model(torch.randn(5, 24) if kind is Writing else torch.randn(2, 5, 24)).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return {name: each.detach().clone() for name, each in [*model.named_parameters(), *model.named_buffers()]}
+
+
+@pytest.mark.parametrize("offload", [None, zeroshard.Offload(activations="cpu")], ids=["device", "host"])
+@pytest.mark.parametrize("kind", [Writing, Mixed])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_call_finds_buffers_and_arguments_as_it_found_them(stage, kind, offload):
+    once, again = (ranks.run(2, kept, kind, stage, recompute, offload)[0] for recompute in (False, True))
+    assert [name for name, each in once.items() if not torch.equal(each, again[name])] == []

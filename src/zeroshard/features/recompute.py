@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ..arithmetic.sums import same_bits
 from ..engine.gradients.backward import backward_is_running
 from ..engine.step.schedule import Schedule
 from ..engine.weights.modes import outside, transformed
@@ -25,14 +29,14 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
     (module,) = unit.modules
     forward, segment = module.forward, _Segment(unit, schedule)
 
-    def run(modes: list[tuple[nn.Module, bool]], *args: Any, **kwargs: Any) -> Any:
+    def run(call: _Call, *args: Any, **kwargs: Any) -> Any:
         entered = segment.begin()
-        before = [(each, each.training) for each, _ in modes] if entered else []
         try:
-            _set(modes)
-            return forward(*args, **kwargs)
+            if not entered:
+                return forward(*args, **kwargs)
+            with call.as_it_was(args, kwargs) as (args, kwargs):
+                return forward(*args, **kwargs)
         finally:
-            _set(before)
             segment.end(entered)
 
     def again(*args: Any, **kwargs: Any) -> Any:
@@ -40,8 +44,10 @@ def recompute(unit: Unit, schedule: Schedule) -> None:
         # computes again: such a call keeps its activations.
         if transformed() or not segment.has_own_weights():
             return forward(*args, **kwargs)
-        modes = [(each, each.training) for each in module.modules()]
-        return checkpoint(functools.partial(run, modes), *args, use_reentrant=False, **kwargs)
+        call = _Call(module, segment.buffers, args, kwargs)
+        output = checkpoint(functools.partial(run, call), *args, use_reentrant=False, **kwargs)
+        call.end()
+        return output
 
     unit.forward, module.forward = forward, torch.compiler.disable(again)
 
@@ -55,6 +61,7 @@ class _Segment:
         (self._module,) = unit.modules
         self._schedule = weakref.ref(schedule)
         named = [(each, name) for each in self._module.modules() for name in each._parameters]
+        self.buffers = _Buffers()
         self._own = [(each, name, each._parameters[name]) for each, name in named]
 
     def has_own_weights(self) -> bool:
@@ -84,6 +91,86 @@ class _Segment:
             schedule.leave(self._unit, self._module, (), None)
         elif schedule is not None and entered is not None:
             schedule.saved.pop()
+
+
+class _Call:
+    """What one call of a module found, so that it finds the same when backward runs it again: the modes of modules, the
+    buffers that it writes (running means, counters), and which of its arguments are one object."""
+
+    @outside
+    def __init__(self, module: nn.Module, buffers: _Buffers, args: Any, kwargs: Any) -> None:
+        self._modes = [(each, each.training) for each in module.modules()]
+        places: dict[int, int] = {}
+        leaves = tree_flatten((args, kwargs))[0]
+        # Of each argument, the place of the first that is the same tensor: torch restores each as an object of its own.
+        self._firsts = [places.setdefault(id(leaf), at) if _tensor(leaf) else at for at, leaf in enumerate(leaves)]
+        self._buffers, self._found = buffers, buffers.copies(module)
+
+    @outside
+    def end(self) -> None:
+        """Keep copies of the buffers only that the call may have written."""
+        self._found = self._buffers.written(self._found)
+
+    @contextlib.contextmanager
+    def as_it_was(self, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+        """Give modules their modes and buffers of then, and return the arguments with those that were one object."""
+        leaves, tree = tree_flatten((args, kwargs))
+        modes = [(each, each.training) for each, _ in self._modes]
+        now = [(each, name, each._buffers[name]) for each, name, _, _ in self._found]
+        try:
+            _set(self._modes)
+            for each, name, _, copy in self._found:
+                each._buffers[name] = _clone(copy)  # another backward may need the copy once more
+            yield tree_unflatten([leaves[at] for at in self._firsts], tree)
+        finally:
+            for each, name, buffer in now:
+                each._buffers[name] = buffer
+            _set(modes)
+
+
+Found = list[tuple[nn.Module, str, Tensor, Tensor]]  # a module, the name of a buffer of its own, the buffer, and a copy
+
+
+class _Buffers:
+    """Which buffers of one module its forward writes. A large one is copied only if the first call wrote to it, or its
+    version counter tells: a mask or a table is mostly as large as activations are."""
+
+    SMALL = 1 << 16  # bytes up to which a buffer is copied at each call
+
+    def __init__(self) -> None:
+        self._written: dict[tuple[int, str], bool] = {}  # by module's id and name; none is known before the first call
+
+    def copies(self, module: nn.Module) -> Found:
+        """Copy the buffers that a call may write."""
+        return [
+            (each, name, buffer, _clone(buffer))
+            for each in module.modules()
+            for name, buffer in each._buffers.items()
+            if buffer is not None and (buffer.nbytes <= self.SMALL or self._written.get((id(each), name), True))
+        ]
+
+    def written(self, found: Found) -> Found:
+        """Return what of this a call has written, or may have."""
+        kept = []
+        for each, name, buffer, copy in found:
+            if buffer.nbytes > self.SMALL:
+                known = self._written.get((id(each), name))
+                if not known:
+                    known = each._buffers.get(name) is not buffer or not same_bits(buffer, copy)
+                    self._written[id(each), name] = known
+                if not known:
+                    continue
+            kept.append((each, name, buffer, copy))
+        return kept
+
+
+@outside
+def _clone(buffer: Tensor) -> Tensor:
+    return buffer.detach().clone()
+
+
+def _tensor(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor)
 
 
 def _set(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -160,6 +160,7 @@ def evaluated_between(stage, recompute):
         return [each.detach().clone() for each in model.parameters()], any(modes)
 
 
+@pytest.mark.row(24)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_forward_runs_again_in_the_mode_that_it_ran_in(stage):
     (kept, _), (again, training) = (ranks.run(2, evaluated_between, stage, recompute)[0] for recompute in (False, True))
@@ -225,6 +226,7 @@ def kept(kind, stage, recompute, offload):
         return {name: each.detach().clone() for name, each in [*model.named_parameters(), *model.named_buffers()]}
 
 
+@pytest.mark.row(24)
 @pytest.mark.parametrize("offload", [None, zeroshard.Offload(activations="cpu")], ids=["device", "host"])
 @pytest.mark.parametrize("kind", [Writing, Mixed])
 @pytest.mark.parametrize("stage", STAGES)

@@ -31,6 +31,7 @@ from zeroshard.comm import abort, agreement, collectives, groups, launch_log, wa
 from zeroshard.comm.collectives import Link
 from zeroshard.comm.process_group import ProcessGroup
 from zeroshard.errors import PeerError
+from zeroshard.layout import mesh
 
 WIDTH, BLOCKS = 8, 5
 
@@ -227,7 +228,7 @@ def test_groups_of_data_have_the_devices_backend_and_no_other(group):
 
 def control_connects():
     """For each group of the host's: its members, and if making it connected this rank to all of them."""
-    agreement.LONGEST_AXIS, made, found = 2, groups._new_group, []
+    mesh.LONGEST_AXIS, made, found = 2, groups._new_group, []
 
     def sockets():
         names = os.listdir("/proc/self/fd")

@@ -19,12 +19,12 @@ import ranks as rank_processes
 import reference
 import zeroshard
 from zeroshard.checkpoint import saving
-from zeroshard.comm import agreement
 from zeroshard.comm.process_group import ProcessGroup
 from zeroshard.engine.gradients import sums
 from zeroshard.engine.gradients.sums import Sums
 from zeroshard.engine.weights.bucket import Bucket
 from zeroshard.errors import PeerError
+from zeroshard.layout import mesh
 
 PATIENT = {"group_timeout": 100.0, "timeout": 30.0, "expect_errors": True}
 DYING = 3  # the step in which it happens
@@ -136,7 +136,7 @@ def test_a_killed_rank_is_named_and_what_remains_goes_on(ranks, tmp_path, where,
 
 def lost_before_it_connects(named: int) -> None:
     """The last rank ends behind the others' rows, before they have sent each other anything in the group of all."""
-    agreement.LONGEST_AXIS = 2  # so that four ranks have a grid, and that group is connected lazily
+    mesh.LONGEST_AXIS = 2  # so that four ranks have a grid, and that group is connected lazily
     if rank_processes.rank() == named:
         before(ProcessGroup, "_texts", lambda: os.kill(os.getpid(), signal.SIGKILL))
     three(3)

@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -306,8 +306,8 @@ def streams(device: torch.device) -> bool:
 class DeviceEvent:
     """A point in a stream. Without streams all that was called has happened: there is one event, and it is reached."""
 
-    def wait(self) -> None:
-        """Make what the current stream is given from now on run after this event."""
+    def wait(self, stream: Any = None) -> None:
+        """Make what a stream, by default the current one, is given from now on run after this event."""
 
     def finish(self) -> None:
         """Let the host wait for this event, and for nothing after it."""
@@ -325,8 +325,8 @@ class _Recorded(DeviceEvent):
         self._event = self._module.Event()
         self._event.record(self._module.current_stream(device))
 
-    def wait(self) -> None:
-        self._module.current_stream(self._device).wait_event(self._event)
+    def wait(self, stream: Any = None) -> None:
+        (stream or self._module.current_stream(self._device)).wait_event(self._event)
 
     def finish(self) -> None:
         if not self.is_completed():
@@ -371,17 +371,33 @@ TO_THE_DEVICE, TO_THE_HOST = "to the device", "to the host"  # streams of copies
 
 def sent(to: Tensor, values: Tensor) -> DeviceEvent:
     """Copy between pinned host memory and the device, on a side stream. Returns the event that ends the copy: until
-    then do not write to either, do not drop `values` (but see `given`), and do not read `to`."""
+    then do not write to either, do not drop `values` (but see `Leaving`), and do not read `to`."""
     device = values.device if to.is_cpu else to.device
     with behind(TO_THE_HOST if to.is_cpu else TO_THE_DEVICE, device):
         to.copy_(values, non_blocking=streams(device))
         return event(device)
 
 
-def given(values: Tensor, name: str) -> None:
-    """Have memory that nobody else owns reused only once the stream of that name is done with it."""
-    if streams(values.device):
-        values.record_stream(_stream(name, values.device))
+class Leaving:
+    """Memory of the device that is copied to the host behind the program: the latest few pieces.
+
+    An older piece is dropped, and the stream that took it comes after its copy from then on: so the allocator gives
+    that memory again in the stream's order. `record_stream` would keep it from being given while the host leads.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._pieces: deque[tuple[Tensor, DeviceEvent, Any]] = deque()
+
+    def keep(self, values: Tensor, through: DeviceEvent) -> None:
+        """Keep `values`, which the current stream took, until their copy is through."""
+        here = streams(values.device)
+        stream = torch.get_device_module(values.device).current_stream(values.device) if here else None
+        self._pieces.append((values, through, stream))
+        while len(self._pieces) > self._most:
+            oldest, through, stream = self._pieces.popleft()
+            through.wait(stream)
+            del oldest
 
 
 class Users:

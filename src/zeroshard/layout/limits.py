@@ -9,7 +9,7 @@ import mmap
 
 PREFETCH = 1  # units gathered ahead of use, unless `Comm.prefetch` says otherwise
 IN_FLIGHT = 2  # reductions under way before backward pauses for the oldest
-LEAVING = 2  # sums on their way from an accelerator to where they rest, kept until they are there
+LEAVING = 2  # sums, and edited weights, on their way from an accelerator to where they rest, kept until they are there
 ROOMS = 3  # of a state that is stepped on the device and rests beside it: one arrives, one is stepped, one leaves
 PIECES = 2  # of pinned memory, from which values cast on the host are sent: one on its way, one being filled
 POOLED = 2 * IN_FLIGHT  # used messages kept for the next of their size: enough for those under way

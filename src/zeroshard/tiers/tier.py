@@ -21,9 +21,9 @@ from torch import Tensor
 from ..arithmetic.sums import same_bits, simulated
 from ..comm.reduce_pipeline import Memory
 from ..comm.transport import Team, Work
-from ..device import DeviceEvent, asynchronous, blank, event, pin, sent
+from ..device import DeviceEvent, Leaving, asynchronous, blank, event, pin, sent
 from ..events import DEVICE, HOST, Ledger
-from ..layout.limits import PIECES
+from ..layout.limits import LEAVING, PIECES
 from ..layout.partition import BucketPlan
 from .pool import Pool, zeros
 
@@ -235,6 +235,7 @@ class DeviceTier(Tier, Memory[Tensor]):
             torch.empty(0, device="cpu")
         )  # elsewhere torch's own allocator keeps memory
         self._pool = Pool() if own else None
+        self.leaving = Leaving(LEAVING)  # weights on their way to where they rest
         self._pieces: list[tuple[Tensor, DeviceEvent]] = []  # pinned memory of the host, and until when it is read
 
     def reserve(self, state: str, numel: int, dtype: torch.dtype, *, zeroed: bool = True) -> Tensor:

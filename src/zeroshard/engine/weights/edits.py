@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...arithmetic.digests import differ, fingerprint
 from ...arithmetic.sums import reseed_
-from ...device import TO_THE_HOST, ask, asynchronous, given
+from ...device import ask, asynchronous
 from ...errors import TierError
 from .evidence import Evidence, told
 
@@ -138,8 +138,8 @@ class Edits:
             if (evidence := self.evidence) is not None and not parameters.on_device:
                 evidence.look(bucket.mine) if silent else evidence.assume()
             if silent and parameters.pinned:
-                parameters.rest.take(0, mine := bucket.mine.clone(), fresh=True)
-                given(mine, TO_THE_HOST)
+                mine = bucket.mine.clone()
+                bucket.tier.leaving.keep(mine, parameters.rest.take(0, mine, fresh=True))
             else:
                 with parameters.here(fresh=True) as resting:
                     resting.copy_(bucket.mine)

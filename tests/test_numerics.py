@@ -514,7 +514,10 @@ def test_any_number_of_threads_misses_no_edit(threads, count, known):
         master = random(numel, 7)
         params = master.bfloat16()
         held = SimpleNamespace(here=lambda changed, own=master: nullcontext(own))
-        edits = Edits(SimpleNamespace(master=held, codec=SimpleNamespace(asks=False)))
+        on_cpu = SimpleNamespace(device=CPU)
+        bucket = SimpleNamespace(master=held, tier=on_cpu, tiers={"optimizer": on_cpu})
+        bucket.codec = SimpleNamespace(asks=False)
+        edits = Edits(bucket)
         if known:
             edits.agree(params)
         for edited in (False, True):

@@ -53,9 +53,9 @@ BUGS = (
     ),
     Bug(
         "units that ranks name in one round are gathered beginning with the own", "engine/weights/gather_order.py",
-        "            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))\n",
-        "            votes = votes[self.group.rank % len(votes) :] + votes[: self.group.rank % len(votes)]\n"
-        "            named = list(dict.fromkeys(vote for vote, _, _ in votes if vote != _NOBODY))\n",
+        "            named = list(dict.fromkeys(names for names, _, _ in told if names != _NOBODY))\n",
+        "            told = told[self.group.rank % len(told) :] + told[: self.group.rank % len(told)]\n"
+        "            named = list(dict.fromkeys(names for names, _, _ in told if names != _NOBODY))\n",
     ),
     Bug(
         "what this rank did not use is left out of the sequence, though others used it", "engine/weights/gather_order.py",

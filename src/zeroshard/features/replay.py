@@ -412,7 +412,8 @@ class Replay:
         kept = reduction.subscribers, reduction.silent, backward.was_local
         order, reduction.subscribers, reduction.silent = reduction.order, [], True
         try:
-            with backward.holding_back():  # so that sums which no_sync has kept stay where they are
+            # Sums that no_sync has kept stay where they are, and a norm that was computed stays true.
+            with backward.holding_back(), engine.gradients.keeping_answers():
                 _, table, _ = self._compute(args, kwargs)
         finally:
             reduction.subscribers, reduction.silent, backward.was_local = kept

@@ -15,7 +15,7 @@ class Foreseen:
 
     def __init__(self) -> None:
         self._backwards = 0  # that reduced gradients, since the last step
-        self._fresh = False  # are gradients as the last backward left them, and nothing asked about them yet?
+        self.fresh = False  # are gradients as the last backward left them, and nothing asked about them yet?
         # After how many backwards since a step a norm was asked for, and its order.
         self._expected: tuple[int, float] | None = None
         self._unused: float | None = None  # order of the norm that was computed in advance, until it is asked for
@@ -27,7 +27,7 @@ class Foreseen:
         """
         if local or alone:
             return 0
-        self._backwards, self._fresh = self._backwards + 1, True
+        self._backwards, self.fresh = self._backwards + 1, True
         expected = self._expected
         return 0 if expected is None or expected[0] != self._backwards else _bits(expected[1])
 
@@ -38,17 +38,17 @@ class Foreseen:
 
     def changed(self) -> None:
         """Note that gradients change: a norm of before is not what the program will ask for."""
-        self._fresh = False
+        self.fresh = False
 
     def asked(self, order: float) -> None:
         """Note that all ranks have met to ask for a norm."""
-        if self._fresh and _order(_bits(order)) == order:
+        if self.fresh and _order(_bits(order)) == order:
             self._expected = self._backwards, order
-        self._fresh = False
+        self.fresh = False
 
     def used(self, order: float) -> bool:
         """Tell if this answer was computed in advance, the first time that it is asked for."""
-        first, self._fresh = self._unused == order, False
+        first, self.fresh = self._unused == order, False
         if first:
             self._unused = None
         return first

@@ -69,6 +69,15 @@ class Gradients:
         self._answers.clear()
         self.foreseen.changed()
 
+    @contextlib.contextmanager
+    def keeping_answers(self) -> Iterator[None]:
+        """Keep answers over a backward inside, whose gradients are dropped."""
+        answers, fresh = dict(self._answers), self.foreseen.fresh
+        try:
+            yield
+        finally:
+            self._answers, self.foreseen.fresh = answers, fresh
+
     def show(self, entries: Iterable[Entry]) -> None:
         """Make `p.grad` the sharded gradient."""
         with torch._C.DisableTorchFunctionSubclass():

@@ -357,6 +357,28 @@ def clip_values(foreach, want, stages=STAGES):
     return found
 
 
+def set_data(stage, how):
+    model, _, _ = sharded("gpt", stage, "units")
+    for param in model.parameters():
+        if how == "another":
+            param.grad.data = torch.full(param.shape, 0.5)
+        elif how == "scaled":
+            param.grad.data *= 0.5
+        else:
+            param.grad.data.mul_(0.5)
+    return full(model)
+
+
+@pytest.mark.parametrize("how", ["another", "scaled", "in place"])
+def test_data_of_a_gradient_is_the_gradient(stage, how):
+    """`p.grad.data = tensor` is what older code writes for `p.grad.copy_(tensor)`."""
+    want = {
+        name: torch.full_like(each, 0.5) if how == "another" else each * 0.5 for name, each in plain("gpt", 2).items()
+    }
+    for found in ranks.run(2, set_data, stage, how):
+        assert reference.first_difference(found, want) == ""
+
+
 @pytest.mark.full
 def test_edits_in_place_count_like_those_of_a_plain_gradient():
     """Scaling, adding, copying, zeroing p.grad: the step uses it, the next norm sees it, at every stage."""

@@ -1,4 +1,5 @@
-"""Names under `torch.compile`: a model that was compiled before `shard`, whole or in parts, is called as a plain one."""
+"""Names under `torch.compile` and `checkpoint_wrapper`: a model that was wrapped before `shard`, whole or in parts, is
+called as a plain one."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import ranks as rank_processes
 import reference
@@ -15,6 +17,8 @@ from test_checkpoint_forgeries import forge, manifest_of
 from test_checkpoint_parts import forge_part, in_parts, part_of_rank
 from zeroshard import Layout
 from zeroshard.errors import UserError
+
+HOW = ["plain", "whole", "inside", "checkpoint"]
 
 
 class Net(nn.Module):
@@ -38,6 +42,9 @@ def build(how):
     if how == "inside":
         for at, block in enumerate(model.blocks):
             model.blocks[at] = torch.compile(block, backend="eager")
+    if how == "checkpoint":
+        for at, block in enumerate(model.blocks):
+            model.blocks[at] = checkpoint_wrapper(block)
     return torch.compile(model, backend="eager") if how == "whole" else model
 
 
@@ -48,7 +55,10 @@ def shard(how, stage=3, **layout):
 
 
 def plainly(weights):
-    return {name.replace("_orig_mod.", ""): tensor for name, tensor in weights.items()}
+    return {
+        name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): tensor
+        for name, tensor in weights.items()
+    }
 
 
 def saves(how, folder):
@@ -72,10 +82,7 @@ def loads(how, path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiled")
-    return folder, {how: rank_processes.run(2, saves, how, folder)[0] for how in ("plain", "whole", "inside")}
-
-
-HOW = ["plain", "whole", "inside"]
+    return folder, {how: rank_processes.run(2, saves, how, folder)[0] for how in HOW}
 
 
 @pytest.mark.row(45)
@@ -88,7 +95,7 @@ def test_checkpoints_exports_and_units_have_the_same_names(saved):
     keys = load_file(folder / "plain exported" / "model.safetensors").keys()
     for how in HOW:
         text = json.dumps({key: manifest_of(folder / how)[key] for key in asked}, sort_keys=True)
-        assert "_orig_mod" not in text
+        assert "_orig_mod" not in text and "_checkpoint_wrapped_module" not in text
         assert sorted(manifest_of(folder / how)["parameters"]) == sorted(want["parameters"])
         assert manifest_of(folder / how)["optimizers"] == want["optimizers"]
         assert sorted(manifest_of(folder / how)["buffers"]) == sorted(want["buffers"])

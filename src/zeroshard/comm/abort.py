@@ -132,7 +132,8 @@ class Ending:
 # Threads for calls that block. They start in advance: at a program's end Python 3.12 starts none.
 _process = 0  # the pid that has the threads: a fork has none
 _threads = 0
-_calls: queue.SimpleQueue[tuple[int, Callable[[], None], threading.Event]]
+Done = list[None]  # empty until a call has returned. An event has a lock, which an interrupt may leave locked
+_calls: queue.SimpleQueue[tuple[int, Callable[[], None], Done]]
 
 
 def prepare(count: int) -> None:
@@ -155,22 +156,22 @@ class AtOnce:
     def __init__(self, calls: Mapping[int, Callable[[], None]]) -> None:
         if _process != os.getpid():
             raise RuntimeError("the threads for calls at once are those of the process that forked this one")
-        self._done = {key: threading.Event() for key in calls}
+        self._done: dict[int, Done] = {key: [] for key in calls}
         # One call of C: an interrupt leaves none out.
         deque(map(_calls.put, zip(calls, calls.values(), self._done.values(), strict=True)), maxlen=0)
 
     @property
     def late(self) -> list[int]:
         """The keys of calls that have not returned."""
-        return [key for key, done in self._done.items() if not done.is_set()]
+        return [key for key, done in self._done.items() if not done]
 
     def wait(self, limit: float) -> None:
         """Wait until all calls have returned, at most `limit` seconds. An interrupt is raised only after that."""
         deadline, interrupt = time.monotonic() + limit, None
         while True:
             try:
-                while (late := self.late) and time.monotonic() < deadline:
-                    self._done[late[0]].wait(0.05)
+                while self.late and time.monotonic() < deadline:
+                    time.sleep(0.002)
                 break
             except BaseException as error:
                 interrupt = error
@@ -178,11 +179,11 @@ class AtOnce:
             raise interrupt
 
 
-_under_way: dict[int, list[threading.Event]] = {}  # by key, the events to set when the call has returned
+_under_way: dict[int, list[Done]] = {}  # by key, whom to tell when the call has returned
 _lock = threading.Lock()  # guards `_under_way`; only the threads below take it, where no signal comes
 
 
-def _serve(calls: queue.SimpleQueue[tuple[int, Callable[[], None], threading.Event]]) -> None:
+def _serve(calls: queue.SimpleQueue[tuple[int, Callable[[], None], Done]]) -> None:
     while True:
         key, call, done = calls.get()
         with _lock:
@@ -196,5 +197,5 @@ def _serve(calls: queue.SimpleQueue[tuple[int, Callable[[], None], threading.Eve
             with _lock:
                 ended = _under_way.pop(key)
             for each in ended:
-                each.set()
+                each.append(None)
         del call, done  # an idle thread keeps nothing alive

@@ -44,12 +44,14 @@ LARGE = 1 << 16  # elements that are worth a unit of their own
 MANY = 32  # units under `LARGE` elements: if there are more of these, neighbours join
 
 
-COMPILED = "_orig_mod"  # what `torch.compile(module)` calls the module that it is around
+# What `torch.compile(module)` and torch's `checkpoint_wrapper(module)` call the module that they are around.
+AROUND = "_orig_mod", "_checkpoint_wrapped_module"
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a module or tensor of a model has without `torch.compile`."""
-    return ".".join(part for part in name.split(".") if part != COMPILED) if COMPILED in name else name
+    """Return the name that a module or tensor of a model has without torch's wrappers around modules."""
+    wrapped = any(each in name for each in AROUND)
+    return ".".join(part for part in name.split(".") if part not in AROUND) if wrapped else name
 
 
 def joined(names: Sequence[str], numels: Sequence[int]) -> list[list[int]]:

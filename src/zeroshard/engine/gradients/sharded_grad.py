@@ -72,6 +72,9 @@ class Book(Protocol):
         """Drop answers to questions about gradients, because these change."""
 
 
+_DATA: Any = torch.Tensor.data
+
+
 class ShardedGrad(Tensor):
     """`p.grad` of a managed parameter (or the `.grad` of an optimizer fragment outside `step()`).
 
@@ -190,6 +193,16 @@ class ShardedGrad(Tensor):
             "p.grad.full_tensor() on every rank, or p.grad.to_local() for this rank's elements; in an optimizer's own "
             "step() walk self.param_groups, where these are"
         )
+
+    @property
+    def data(self) -> Tensor:
+        """The gradient as torch shows it without history; what is set here becomes the gradient, as by `copy_`."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not (isinstance(value, ShardedGrad) and value._number == self._number):  # p.grad.data *= 2
+            self.copy_(value)
 
     def tolist(self) -> NoReturn:  # torch refuses these two itself, but says no remedy
         raise self._cannot("tolist()")

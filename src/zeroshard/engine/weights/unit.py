@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import UserError, nearest
-from ...layout.partition import COMPILED, LARGE, joined, joined_name, plain_name
+from ...layout.partition import AROUND, LARGE, joined, joined_name, plain_name
 from ...layout.partition import matching as names_matching
 from ...policies.layout import Layout
 from .bucket import Bucket
@@ -276,7 +276,7 @@ def _chosen(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
 def _automatic(path: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find units: children of the outermost containers of blocks, and outside of these large subtrees."""
     result: list[tuple[str, nn.Module]] = []
-    module = module._modules.get(COMPILED) or module
+    module = next((inner for each in AROUND if (inner := module._modules.get(each)) is not None), module)
     holds_blocks = isinstance(module, nn.ModuleList) or (
         isinstance(module, CONTAINERS) and not _contains(module, nn.ModuleList)
     )

@@ -46,6 +46,7 @@ from .weights.codec import Values
 from .weights.guard import (
     cover_constructors,
     keep_fast_paths,
+    keep_graphs,
     refuse_copy,
     refuse_load,
     refuse_state_dict,
@@ -172,6 +173,7 @@ class Engine:
         self._known = self._traits()
         self._guard_modules()
         keep_fast_paths(model)
+        keep_graphs(model)
         if self.schedule.releases:
             cover_constructors()
         for binding in self.bindings:

@@ -266,6 +266,29 @@ def _open_for_fast_path(module: Any, args: Any) -> None:
             param._zeroshard.touch(param)  # type: ignore[attr-defined]
 
 
+def keep_graphs(model: nn.Module) -> None:
+    """Let a compiled part of a unit run the same graph when `torch.utils.checkpoint` runs it again in backward.
+
+    There its parameters would still be guarded, so a graph made for plain ones would not fit, and another graph saves
+    its tensors in another order: torch then reads one for another. So a hook opens these parameters first.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    for module in model.modules():
+        if isinstance(module, OptimizedModule):
+            module.register_forward_pre_hook(_open_for_graph)
+
+
+def _open_for_graph(module: nn.Module, args: Any) -> None:
+    if torch._C._current_graph_task_id() == -1 or torch.compiler.is_compiling():
+        return
+    params: list[Any] = [param for param in module.parameters() if isinstance(param, Guarded)]
+    if len({param._zeroshard.bucket.plan.unit for param in params}) == 1:  # units inside it open their own
+        for param in params:
+            if isinstance(param, Guarded):  # the first one has opened all of its bucket
+                param._zeroshard.touch(param)  # type: ignore[attr-defined]
+
+
 # --- what autograd saves --------------------------------------------------------------------------------------------
 
 

@@ -635,7 +635,7 @@ def test_tables_without_colours_in_a_narrow_terminal():
     at = next(number for number, line in enumerate(lines) if line.startswith("  - "))
     reasons = lines[at : lines.index("", at)]
     starts = [line[:4].strip() for line in reasons]
-    assert starts[:2] == ["-", ""] and starts.count("-") == 3 and set(starts) == {"-", ""}
+    assert starts[:2] == ["-", ""] and starts.count("-") == 4 and set(starts) == {"-", ""}
     assert max(map(len, reasons)) <= 70
 
 

@@ -12,7 +12,7 @@ import torch
 
 import jobs
 import ranks
-from zeroshard.cli import compare, launch, reference, verify
+from zeroshard.cli import compare, launch, processor, reference, verify
 from zeroshard.cli.config import InputError
 from zeroshard.cli.gates import GATES
 from zeroshard.cli.main import app
@@ -135,13 +135,16 @@ def test_the_gates_of_a_gpt_with_dropout_and_tied_weights(tmp_path):
         f"gate {number}, {gate.name}" for number, gate in enumerate(GATES, start=1)
     ]
     printed = [line.rstrip() for line in done.stdout.strip().splitlines()]
-    assert [line for line in printed if "GPUs" not in line] == [line for line in shown if "GPUs" not in line]
+    slow = processor.computes_bf16() is False  # then formats of 16 bits are left out, and said to be
+    if not slow:
+        assert [line for line in printed if "GPUs" not in line] == [line for line in shown if "GPUs" not in line]
     assert max(map(len, printed)) <= 80
     found = json.loads((tmp_path / "verify.json").read_text())
     assert (found["schema"], found["equal"], {each["result"] for each in found["gates"]}) == (1, True, {"holds"})
+    formats = {"fp32", "fp32-fp8", "fp32 with int8 gradients", "bf16", "bf16-split", "bf16-fp8"}
     assert {each["format"] for each in found["results"]} == {
-        "fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8", "fp32 with int8 gradients",
-    }  # fmt: skip
+        each for each in formats if not (slow and each.startswith("bf16"))
+    }
 
 
 @pytest.mark.full

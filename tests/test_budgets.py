@@ -60,7 +60,8 @@ def edited(where, stage, dtype):
         before = Counter(device.asked)
         adam.step()
         adam.zero_grad()
-        assert before == device.asked
+        first = {"engine.weights.written._told"} if step == 0 else set()  # what a first forward has written is compared
+        assert set(device.asked - before) <= first
     with zero.gathered():
         return reference.weights(model)
 
@@ -73,7 +74,7 @@ def edits_are_taken():
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2], ids="ranks{}".format)
 def test_a_device_takes_what_was_edited_without_being_asked(world):
-    """Edits in a forward and between steps have the bits that they have on the CPU, and the step asks nothing."""
+    """Edits in a forward and between steps have the bits that they have on the CPU, and a step but the first asks nothing."""
     emulated.run(world, edits_are_taken, seed=world, timeout=120)
 
 

@@ -113,7 +113,7 @@ def interrupted_at(what: str, stage: int, kind: str):
                     optimizer.zero_grad()
                     model(test_lost_ranks.x(index)).square().sum().backward()
                     if what == "a question":
-                        zero.clip_grad_norm_(1e9)
+                        zero.clip_grad_norm_(1e9, norm_type=1.0 + index % 2)  # another than is expected
                     optimizer.step()
                     break
                 except (KeyboardInterrupt, MemoryError, PeerError, StateError) as error:

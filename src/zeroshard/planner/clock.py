@@ -181,7 +181,7 @@ class Clock:
         back = summed * self.sums * (backwards - 1) * off["gradients"]
         brought = width * self.parameters * off["parameters"] * 2 * asked.accumulate
         gone = sum(away.values()) * asked.accumulate
-        edits = width * self.updated * hosts * off["parameters"]  # as they are released; else a device compares them
+        edits = width * self.updated * hosts
         news = width * self.updated * hosts * (1 - off["parameters"])
         passing = self.updated * there * (kept * off["optimizer"] + width * off["parameters"])  # as much comes back
         back += summed * self.sums * off["gradients"] * there

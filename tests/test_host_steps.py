@@ -74,16 +74,21 @@ def test_a_step_on_the_device_touches_none():
         assert found == [{}, {}, {}]
 
 
+def trained_by_adam(stage, dtype, offload):
+    model = build()
+    optimizer = adam(model.parameters())
+    zero = zeroshard.shard(
+        model, optimizer, stage=stage, precision=Precision(param_dtype=dtype), layout=Layout(bucket_mib=0.0005),
+        offload=offload,
+    )  # fmt: skip
+    return model, optimizer, zero
+
+
 def added_to(stage, dtype):
     """Weights after steps after which gradients stay and are added to, beside those of states on the device."""
     found = []
     for where in (Offload(gradients="cpu", optimizer="cpu", step="device"), Offload(gradients="cpu"), None):
-        model = build()
-        optimizer = adam(model.parameters())
-        zero = zeroshard.shard(
-            model, optimizer, stage=stage, precision=Precision(param_dtype=dtype), layout=Layout(bucket_mib=0.0005),
-            offload=where,
-        )  # fmt: skip
+        model, optimizer, zero = trained_by_adam(stage, dtype, where)
         for step in range(5):
             loss(model, batch(step, ranks.rank())).backward()
             if step == 3:
@@ -144,12 +149,7 @@ def edited(stage, dtype, tiers, folder):
     """Weights after steps between which somebody edits, beside those of states on the device."""
     found = []
     for where in (Offload(**tiers, path=folder if "nvme" in tiers.values() else None), None):
-        model = build()
-        optimizer = adam(model.parameters())
-        zero = zeroshard.shard(
-            model, optimizer, stage=stage, precision=Precision(param_dtype=dtype), layout=Layout(bucket_mib=0.0005),
-            offload=where,
-        )  # fmt: skip
+        model, optimizer, zero = trained_by_adam(stage, dtype, where)
         for step in range(2 * len(EDITS) + 1):
             if step % 2:
                 EDITS[step // 2](model, zero)

@@ -54,7 +54,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError, UserError
-from ..layout.partition import AROUND, plain_name
+from ..layout.partition import plain_name
 from ..layout.shard_dim import ONE_STRIP, Strips
 from ..validation import python_number
 from .dtypes import TORCH_DTYPES
@@ -120,9 +120,7 @@ class Saved:
 
     def __post_init__(self) -> None:
         try:
-            if self.descriptor >= 0 and any(
-                each in name for name in self.manifest.get("parameters", ()) for each in AROUND
-            ):
+            if self.descriptor >= 0 and any(plain_name(name) != name for name in self.manifest.get("parameters", ())):
                 self.manifest |= {key: _without_compile(self.manifest[key]) for key in NAMING & self.manifest.keys()}
             self._check()
             if self.descriptor >= 0:

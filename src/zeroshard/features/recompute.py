@@ -103,7 +103,9 @@ class _Call:
         places: dict[int, int] = {}
         leaves = tree_flatten((args, kwargs))[0]
         # Of each argument, the place of the first that is the same tensor: torch restores each as an object of its own.
-        self._firsts = [places.setdefault(id(leaf), at) if _tensor(leaf) else at for at, leaf in enumerate(leaves)]
+        self._firsts = [
+            places.setdefault(id(leaf), at) if isinstance(leaf, Tensor) else at for at, leaf in enumerate(leaves)
+        ]
         self._buffers, self._found = buffers, buffers.copies(module)
 
     @outside
@@ -132,8 +134,8 @@ Found = list[tuple[nn.Module, str, Tensor, Tensor]]  # a module, the name of a b
 
 
 class _Buffers:
-    """Which buffers of one module its forward writes. A large one is copied only if the first call wrote to it, or its
-    version counter tells: a mask or a table is mostly as large as activations are."""
+    """Which buffers of one module its forward writes. A large one is copied only if the first call wrote to it: a mask
+    or a table is mostly as large as activations are. So a large one that only later calls write is not put back."""
 
     SMALL = 1 << 16  # bytes up to which a buffer is copied at each call
 
@@ -167,10 +169,6 @@ class _Buffers:
 @outside
 def _clone(buffer: Tensor) -> Tensor:
     return buffer.detach().clone()
-
-
-def _tensor(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor)
 
 
 def _set(modes: list[tuple[nn.Module, bool]]) -> None:

@@ -28,7 +28,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -261,8 +261,12 @@ def _open_for_fast_path(module: Any, args: Any) -> None:
     params = [*asked.parameters()]
     if torch.is_grad_enabled() and any(param.requires_grad for param in params):
         return  # a plain model does not take it here
+    _open(params)
+
+
+def _open(params: Sequence[nn.Parameter]) -> None:
     for param in params:
-        if isinstance(param, Guarded):
+        if isinstance(param, Guarded):  # touching one opens all of its bucket
             param._zeroshard.touch(param)  # type: ignore[attr-defined]
 
 
@@ -284,9 +288,7 @@ def _open_for_graph(module: nn.Module, args: Any) -> None:
         return
     params: list[Any] = [param for param in module.parameters() if isinstance(param, Guarded)]
     if len({param._zeroshard.bucket.plan.unit for param in params}) == 1:  # units inside it open their own
-        for param in params:
-            if isinstance(param, Guarded):  # the first one has opened all of its bucket
-                param._zeroshard.touch(param)  # type: ignore[attr-defined]
+        _open(params)
 
 
 # --- what autograd saves --------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The documents as a site, which Zensical builds by mkdocs.yml. `make docs` runs it.
 
 A page may link to a file outside of docs/, as to examples/job.py. On the site that file lies as text under source/, so
-that links work without the address of any repository, and from the disk.
+that links work without the address of any repository, and from the disk. The files of `BESIDE` are pages of the site.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "site"
+BESIDE = {"CONTRIBUTING.md": "contributing.md"}  # pages of the site that lie outside of docs/, and their names there
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 LOADED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\ssrc(?:set)?=[\"']?(?:https?:)?//[^>]*>"
@@ -25,29 +26,28 @@ UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # of decisions: a search 
 IMPORTED = re.compile(r"(?:@import\s+|url\()[\"']?(?:https?:)?//[^)\"']*")
 
 
-def outside(page: Path, target: str) -> Path | None:
-    """The file that a page in docs/ links to, where it is not in docs/; None for any other link."""
-    path = Path(os.path.normpath(page.parent / target))
-    inside = path.is_relative_to(DOCS) or not path.is_relative_to(ROOT)
-    return None if "://" in target or inside or not path.is_file() else path
+def place(path: Path) -> Path:
+    """Where a file of the repository lies on the site."""
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS)
+    name = path.relative_to(ROOT)
+    text = "" if path.suffix in {".svg", ".html"} else ".txt"
+    return Path(BESIDE.get(str(name), f"source/{name}{text}"))
 
 
-def place(path: Path) -> str:
-    """Where a file outside of docs/ lies on the site."""
-    return f"source/{path.relative_to(ROOT)}" + ("" if path.suffix in {".svg", ".html"} else ".txt")
-
-
-def rewritten(page: Path, copies: Path) -> str:
-    """The text of a page, whose links to files outside of docs/ lead to copies of them, which are made in `copies`."""
+def rewritten(page: Path, site: Path) -> str:
+    """The text of a page, with links as the site has them. A linked file outside of docs/ is copied into `site`."""
 
     def link(match: re.Match[str]) -> str:
-        path = outside(page, match[1])
-        if path is None:
+        path = Path(os.path.normpath(page.parent / match[1]))
+        if "://" in match[1] or not path.is_relative_to(ROOT) or not path.is_file():
             return match[0]
-        copy = copies / place(path)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, copy)
-        return f"]({os.path.relpath(DOCS / place(path), page.parent)})"
+        target, fragment = place(path), match[2] or ""
+        if target.parts[0] == "source":
+            fragment = ""  # it is shown as text
+            (site / target).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, site / target)
+        return f"]({os.path.relpath(target, place(page).parent)}{fragment})"
 
     return LINK.sub(link, page.read_text())
 
@@ -55,8 +55,8 @@ def rewritten(page: Path, copies: Path) -> str:
 def gathered(folder: Path) -> None:
     """Put all that the site shows into a folder."""
     shutil.copytree(DOCS, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "shapes"))
-    for page in DOCS.rglob("*.md"):
-        copy = page.relative_to(DOCS)
+    for page in [*DOCS.rglob("*.md"), *(ROOT / name for name in BESIDE)]:
+        copy = place(page)
         (folder / copy).write_text((UNSEARCHED if copy.parts[0] == "decisions" else "") + rewritten(page, folder))
 
 

@@ -212,6 +212,7 @@ def test_the_site_is_built_from_these_pages(tmp_path):
     assert "The dtype of each state." in api and 'id="zeroshard.Zero.save"' in api
     assert (tmp_path / "site" / "source" / "examples" / "job.py.txt").exists()
     assert (tmp_path / "site" / "zero.html").exists()
+    assert 'href="optimizers.html#which-optimizers"' in (tmp_path / "site" / "contributing.html").read_text()
     assert not [path for path in (tmp_path / "site").rglob("*") if path.name == "__pycache__" or path.suffix == ".pyc"]
     found = {item["location"] for item in json.loads((tmp_path / "site" / "search.json").read_text())["items"]}
     assert "guide.html" in found and not [page for page in found if page.startswith("decisions/")]

@@ -182,7 +182,7 @@ def test_settings_beside_each_other():
 
 
 def test_many_tensors():
-    """performance.md and when-not.md: from 1,000 tensors on."""
+    """performance.md and choose-a-stage.md: from 1,000 tensors on."""
     many = [each for each in rows("tensors") if each["tensors"] >= 1000]
     few, three, plain = (
         sorted(each[key] for each in many for key in keys)
@@ -195,7 +195,7 @@ def test_many_tensors():
         f"{least} and stage 3 adds {most}",
         f"| 10 microseconds | {least} | no |",
     )
-    says("when-not.md", f"costs {least} microseconds a step at stages 0 to 2, and {most} at stage 3")
+    says("choose-a-stage.md", f"costs {least} microseconds a step at stages 0 to 2, and {most} at stage 3")
 
 
 def test_two_trees():

@@ -43,13 +43,13 @@ def test_what_a_stage_holds(stage):
 
 
 def test_which_stage_sends_least():
-    """docs/when-not.md and docs/choose-a-stage.md, in bf16: stage 0 as much as stage 3, stages 1 and 2 as DDP."""
+    """docs/choose-a-stage.md, in bf16: stage 0 as much as stage 3, stages 1 and 2 as DDP."""
     sent = [
         stage.traffic.total.sent for stage in zeroshard.plan(Model("7B", preset="zeroshard"), Machine(ranks=8)).stages
     ]
     assert sent[0] == sent[3] and sent[1] == sent[2] == min(sent) == 2 * 2 * 7e9 * 7 / 8  # DDP: twice the bf16 weights
     said = f"for 7 B parameters on 8 ranks {sent[0] / 1e9:g} GB per rank and step, where stages 1 and 2 send {sent[1] / 1e9:g}"
-    assert said in page("docs/when-not.md")
+    assert said in page("docs/choose-a-stage.md")
     fp32 = [stage.traffic.total.sent for stage in zeroshard.plan(Model("7B", preset="fp32"), Machine(ranks=8)).stages]
     assert fp32[0] == fp32[1] == fp32[2] == 2 * fp32[3] / 3
 

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks beside the training itself: a table for `docs/scale.md`.
+"""What grows with the number of ranks beside the training itself: a table for `docs/clusters.md`.
 
     python -m bench.scale
 

@@ -34,7 +34,7 @@ for what, how, text in scale.rows():
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
     )
     told = done.stdout.splitlines()
-    assert len(told) == 6 and set(told) <= set((ROOT / "docs" / "scale.md").read_text().splitlines()), done
+    assert len(told) == 6 and set(told) <= set((ROOT / "docs" / "clusters.md").read_text().splitlines()), done
 
 
 @pytest.mark.slow

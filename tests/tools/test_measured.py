@@ -230,7 +230,7 @@ def test_speed_of_offload():
 
 
 def test_manifests_of_thousands_of_ranks():
-    """checkpoints.md and scale.md, of 4,096 ranks."""
+    """checkpoints.md and clusters.md, of 4,096 ranks."""
     whole = result("manifests")
     save, loads = whole["save"], {}
     for each in whole["loads"]:
@@ -243,14 +243,16 @@ def test_manifests_of_thousands_of_ranks():
         f"{rounded(told / 1e6, 2)} MB between ranks; one of 1,024 loading ranks reads {some['parts']} parts in "
         f"{rounded(some['seconds'], 1)} s, one of 8 reads {few['parts']} in {rounded(few['seconds'])} s",
     )
-    text = (ROOT / "docs" / "scale.md").read_text()
+    text = (ROOT / "docs" / "clusters.md").read_text()
     for name, nbytes in (
         ("manifest of 70 B", manifest),
         ("largest part of it", part),
         ("told by all ranks in a save", told),
     ):
         assert re.search(rf"^\| {name}, bytes \| written \|.* \| {nbytes:,} \|$", text, re.MULTILINE), name
-    says("scale.md", f"reads all parts, in {rounded(one['seconds'])} seconds and {rounded(one['bytes'] / 1e9, 1)} GB")
+    says(
+        "clusters.md", f"reads all parts, in {rounded(one['seconds'])} seconds and {rounded(one['bytes'] / 1e9, 1)} GB"
+    )
 
 
 def test_on_one_gpu():

@@ -265,12 +265,12 @@ def test_how_large_a_log_of_a_step_is(tmp_path):
 
 @pytest.mark.full
 def test_what_a_checkpoint_of_1024_ranks_has_beside_its_tensors(tmp_path, monkeypatch):
-    """docs/scale.md, written by the engine's own code; 4,096 ranks are in bench/results (test_measured.py)."""
+    """docs/clusters.md, written by the engine's own code; 4,096 ranks are in bench/results (test_measured.py)."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")  # it is in the manifest
     save = manifests.write(tmp_path, 1024)
     for name, key in (("manifest of 70 B", "manifest's bytes"), ("largest part of it", "largest part's bytes"),
                       ("told by all ranks in a save", "all tell")):  # fmt: skip
-        *_, said, _ = cells("docs/scale.md", f"{name}, bytes")
+        *_, said, _ = cells("docs/clusters.md", f"{name}, bytes")
         assert said == f"{save[key]:,}"
 
 

@@ -25,7 +25,7 @@ tools: install ## the same of commands, planner, page, texts, trainers and the f
 full: install ## the rest: every value of a test's parameters, tests of over a second, and in processes what make test runs as threads
 	$(BIN)/pytest -m "(full or worlds) and not (pairs or slow)" -n 3 --dist loadfile --seconds=run/ci/full.json
 
-drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; docs/worlds.md. SEEDS=n
+drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; tests/world/README.md. SEEDS=n
 	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \
 	../$(BIN)/pytest -q -m "not slow" --worlds=$$seed test_bits.py test_gradients.py test_checkpoint.py test_split.py
 

@@ -16,7 +16,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "site"
-BESIDE = {"CONTRIBUTING.md": "contributing.md"}  # pages of the site that lie outside of docs/, and their names there
+BESIDE = {  # pages of the site that lie outside of docs/, and their names there
+    "CONTRIBUTING.md": "contributing.md",
+    "tests/trust-table.md": "trust-table.md",  # the page of a step links it: web/src/views/Faults.svelte
+    "tests/world/README.md": "worlds.md",
+}
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 LOADED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\ssrc(?:set)?=[\"']?(?:https?:)?//[^>]*>"

@@ -1,4 +1,4 @@
-"""Write into docs/trust-table.md which tests prove each row, by `@pytest.mark.row(N)`. `make docs` runs it."""
+"""Write into tests/trust-table.md which tests prove each row, by `@pytest.mark.row(N)`. `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "trust-table.md"
+PAGE = ROOT / "tests" / "trust-table.md"
 ROWS = range(1, 111)
 NAMED = re.compile(r"`test_\w+\.test_\w+`(, )?")
 

@@ -41,7 +41,7 @@ MARKERS = {
     "pairs": "left to `make pairs`: of its parameters only two values together are new (set by itself)",
     "worlds": "has its ranks in worlds in `make test`, and no other test of its function is in `make full`, which runs it again (set by itself)",
     "gpu": "needs a CUDA device, skipped without one",
-    "row": "proves these rows of docs/trust-table.md, as a name with rowN in it does",
+    "row": "proves these rows of tests/trust-table.md, as a name with rowN in it does",
     "trainers": "needs Accelerate, Transformers, Lightning, Ray or optimizers of other packages: `make trainers`",
     "slow": "left to `make slow`: by hand, or a combination of three and more values; skipped with --fast",
 }

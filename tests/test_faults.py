@@ -1,4 +1,4 @@
-"""Rows of docs/trust-table.md that belong to no other file: noise, poison, programs of all kinds."""
+"""Rows of tests/trust-table.md that belong to no other file: noise, poison, programs of all kinds."""
 
 from __future__ import annotations
 

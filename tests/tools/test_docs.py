@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+BESIDE = [ROOT / "tests" / "trust-table.md", ROOT / "tests" / "world" / "README.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *BESIDE]
 LIMIT = 180  # seconds a program may take before it counts as hung
 
 
@@ -212,6 +213,7 @@ def test_the_site_is_built_from_these_pages(tmp_path):
     assert "The dtype of each state." in api and 'id="zeroshard.Zero.save"' in api
     assert (tmp_path / "site" / "source" / "examples" / "job.py.txt").exists()
     assert (tmp_path / "site" / "zero.html").exists()
+    assert (tmp_path / "site" / "trust-table.html").exists()  # which the page of a step links
     assert 'href="optimizers.html#which-optimizers"' in (tmp_path / "site" / "contributing.html").read_text()
     assert not [path for path in (tmp_path / "site").rglob("*") if path.name == "__pycache__" or path.suffix == ".pyc"]
     found = {item["location"] for item in json.loads((tmp_path / "site" / "search.json").read_text())["items"]}

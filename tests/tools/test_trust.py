@@ -1,4 +1,4 @@
-"""docs/trust-table.md and the suite say the same: every row has tests that exist, or a limit that is stated."""
+"""tests/trust-table.md and the suite say the same: every row has tests that exist, or a limit that is stated."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ check: install ## format, lint, types, layers, public names
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/pytest -q tests/test_house.py
 
 docs: install ## the walkthrough, pictures and lists in docs/, the snippets and links of all pages, and the site in site/
-	ZEROSHARD_DOCS=./ $(BIN)/zeroshard explain --out docs/zero.html && $(BIN)/python docs/tree.py && $(BIN)/python docs/commands.py && $(BIN)/python docs/trust.py && $(BIN)/python docs/pictures.py
+	ZEROSHARD_DOCS=./ $(BIN)/zeroshard explain --out docs/zero.html && $(BIN)/python docs/tree.py && $(BIN)/python docs/commands.py && $(BIN)/python docs/trust.py && $(BIN)/python docs/pictures.py && $(BIN)/python docs/exchange.py
 	$(BIN)/pytest -q tests/tools/test_docs.py && $(BIN)/python docs/site.py
 
 bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute

@@ -1,5 +1,6 @@
 """What the documents say is run or looked up here: snippets, examples, commands, file names, links."""
 
+import collections
 import importlib
 import importlib.util
 import json
@@ -88,18 +89,40 @@ def test_the_first_screen_shows_what_its_program_prints(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=True)
     assert [block for block in fenced(README, "") if block.startswith("step")] == [done.stdout]
     first = README.partition("## ")[0]
-    assert 'pip install ".[torch]"' in first and "docs/pictures/memory-dark.svg" in first
+    assert 'pip install ".[torch]"' in first
+    assert first.index("docs/pictures/exchange-dark.svg") < first.index("```python") < first.index("memory-dark.svg")
 
 
 def test_pictures_are_drawn_from_their_numbers(monkeypatch):
     """`make docs` draws them; light and dark, and nothing is loaded from elsewhere."""
     monkeypatch.syspath_prepend(ROOT / "docs")
-    drawn = importlib.import_module("pictures").pictures()
+    drawn = importlib.import_module("pictures").pictures() | importlib.import_module("exchange").pictures()
     assert {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").glob("*.svg")} == drawn
     assert sorted(drawn) == [
-        f"{name}-{theme}.svg" for name in ("memory", "speed", "step") for theme in ("dark", "light")
+        f"{name}-{theme}.svg" for name in ("exchange", "memory", "speed", "step") for theme in ("dark", "light")
     ]
     assert all("http" not in content.replace("http://www.w3.org/2000/svg", "") for content in drawn.values())
+    assert all(len(content) < 60_000 for content in drawn.values())
+
+
+def test_the_moving_picture_is_the_recorded_step(monkeypatch):
+    """Every gather and reduction is in it; it ends with the bytes that the step sent, and its most are the peak."""
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = importlib.import_module("exchange")
+    layout, recording = drawn.recorded()
+    story = drawn.beats(layout, recording)
+    kinds = collections.Counter((beat.kind, beat.phase) for beat in story)
+    units = len(layout["buckets"])
+    # The weights of the first unit are not gathered in backward: its input needs no gradient.
+    assert kinds == {
+        ("gather", "forward"): units, ("compute", "forward"): units, ("release", "forward"): units,
+        ("gather", "backward"): units - 1, ("compute", "backward"): units, ("reduce", "backward"): units,
+        ("release", "backward"): units - 1, ("adam", "step"): 1,
+    }  # fmt: skip
+    assert story[-1].sent == (772, 772)
+    assert [max(beat.holds[rank] for beat in story) for rank in range(2)] == [
+        rank["peak"]["total"] for rank in recording["ranks"]
+    ]
 
 
 def test_a_page_quotes_the_last_benchmark(monkeypatch):

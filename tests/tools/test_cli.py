@@ -244,10 +244,10 @@ def test_a_run_leaves_its_files(run):
     for entry in ranks:
         assert {state: entry["held"][state] for state in entry["predicted"]} == entry["predicted"]
         assert {state for state, nbytes in entry["held"].items() if nbytes} - entry["predicted"].keys() == {"norms"}
-    norms = "; beside these states, in buffers of the engine's own, up to "
-    norms += f"{max(entry['held']['norms'] for entry in ranks):,} bytes of norms"
+    norms = "; beside parameters, gradients and optimizer: a map for the norm of gradients, up to "
+    norms += f"{max(entry['held']['norms'] for entry in ranks):,} bytes"
     sent, shared = (sum(ranks[0]["traffic"][verb][how] for verb in ("gather", "reduce")) for how in ("sent", "shared"))
-    read = f"; it read {shared // STEPS:,} in other ranks' memory, which they share" if shared else ""
+    read = f"; it read {shared // STEPS:,} bytes of the others' through shared memory" if shared else ""
     assert bool(sent) != bool(shared)
     said = shown.splitlines()
     assert said.index("  starting 2 ranks ...") < said.index(f"  started on cpu, torch {torch.__version__}")

@@ -192,7 +192,7 @@ def closing(
     sent, shared = (
         sum(ranks[0]["traffic"].get(verb, {}).get(how, 0) for verb in TRAVELS) // steps for how in ("sent", "shared")
     )
-    read = f"; it read {shared:,} in other ranks' memory, which they share" if shared else ""
+    read = f"; it read {shared:,} bytes of the others' through shared memory" if shared else ""
     off = [f"{state} of rank {rank}" for rank, entry in enumerate(ranks) for state in _off(entry)]
     verdict = f"[green]held = predicted on {ranks_text(len(ranks))}, to the byte[/green]{_beside(ranks)}"
     if off:
@@ -231,7 +231,7 @@ def _bytes_table(ranks: Sequence[Mapping[str, Any]]) -> Table:
         total = sum(predicted.values()), sum(held.get(state, 0) for state in predicted)
         table.add_row("", "[bold]total[/bold]", *(f"[bold]{cell:,}[/bold]" for cell in total), "")
         for state in peak.keys() - predicted.keys():
-            kind = "not predicted" if held.get(state) else "passing"
+            kind = "beside these" if held.get(state) else "passing"
             table.add_row("", f"[dim]{state}, {kind}[/dim]", "", f"{held.get(state, 0):,}", f"{peak[state]:,}")
         table.add_section()
     if len(ranks) > RANKS_SHOWN:
@@ -248,14 +248,17 @@ def _traffic_table(traffic: Mapping[str, Mapping[str, int]], steps: int) -> Tabl
     return table
 
 
+BESIDE = {"lent": "copies that other ranks read in shared memory", "norms": "a map for the norm of gradients"}
+
+
 def _beside(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Say what ranks hold that is not predicted: the map for the norm, made when a norm is first asked for."""
+    """Say what ranks hold beside the states of the model, which alone are predicted: buffers made once they are needed."""
     more: dict[str, int] = {}
     for entry in ranks:
         for state in entry["held"].keys() - entry["predicted"].keys():
             more[state] = max(more.get(state, 0), entry["held"][state])
-    said = [f"up to {nbytes:,} bytes of {state}" for state, nbytes in sorted(more.items()) if nbytes]
-    return f"; beside these states, in buffers of the engine's own, {', '.join(said)}" if said else ""
+    said = [f"{BESIDE.get(state, state)}, up to {nbytes:,} bytes" for state, nbytes in sorted(more.items()) if nbytes]
+    return f"; beside parameters, gradients and optimizer: {'; '.join(said)}" if said else ""
 
 
 def _off(entry: Mapping[str, Any]) -> list[str]:

@@ -385,8 +385,17 @@ def test_memory_of_the_stages_on_one_axis(opened, walk):
         labels = {f"stage {stage}: {nbytes:,}" for stage, nbytes in enumerate(peaks)}
         assert {" ".join(each.split()) for each in drawn[1:]} == labels
     assert peaks[2] > peaks[1]
-    gigabytes = page.locator("svg .large").all_text_contents()
-    assert page.locator("[data-large]").count() == 4 and gigabytes[1:] == ["112", "38.5", "26.25", "14"]
+
+
+def test_memory_begins_with_a_model_of_7_b(opened):
+    """Before the 260 parameters, whose stages 2 and 3 peak above stage 1: as the planner has them, lower at each stage."""
+    page = opened("walkthroughs", "#transformer")
+    large = page.locator("[data-large]").all()
+    rest, peaks = ([int(each.get_attribute(f"data-{name}")) for each in large] for name in ("rest", "peak"))
+    plan = zeroshard.plan(Model(7e9, units=32), Machine(ranks=8, gpus_per_node=8))
+    assert rest == [stage.total for stage in plan.stages] and peaks == sorted(peaks, reverse=True)
+    assert all(stage.peak <= peak <= 1.05 * stage.peak for stage, peak in zip(plan.stages, peaks, strict=True))
+    assert large[0].bounding_box()["y"] < page.locator("[data-curve]").first.bounding_box()["y"]
 
 
 @pytest.mark.full
@@ -649,7 +658,7 @@ def test_the_texts_are_checked_in_a_view_of_their_own(opened):
     for view in ("overview", "transformer", "weights", "layers", "runs", "calculator"):
         page = opened("walkthroughs", f"#{view}")
         assert "differ here" not in page.content() and "differs here" not in page.content()
-    assert "“Check the texts”" in opened("walkthroughs", "#overview").locator("main").inner_text()
+    assert opened("walkthroughs", "#overview").locator("main").get_by_role("link", name="Check the texts").is_visible()
 
 
 @pytest.mark.full
@@ -673,12 +682,24 @@ def test_one_parameter_through_the_whole_step(opened, walk):
 
 
 def test_the_overview(opened, walk):
+    """This engine's bytes first, at rest and sent, and the paper's on request."""
     page = opened("walkthroughs", "#overview")
-    found = rows(page)
+    for name in ("zeroshard", "paper"):
+        page.locator(f'input[value="{name}"]').check()
+        plan, found = zeroshard.plan(Model("7B", preset=name), Machine(ranks=8)).stages, rows(page)
+        for stage in plan:
+            cells = found[f"stage {stage.stage}"]
+            assert (cells[1], cells[-2]) == (stage.formula, str(stage.traffic.passes))
+            assert [cells[-1], cells[3].split()[0]] == [
+                f"{stage.traffic.total.sent / 1e9:.4g} GB",
+                f"{stage.total / 7e9:.4g}",
+            ]
+        held = page.locator("article header .number").all_inner_texts()
+        assert held == [f"{stage.total / 1e9:.4g} GB" for stage in plan]
     for stage in walk["overview"]["stages"]:
         cells = found[f"stage {stage['stage']}"]
-        assert (cells[1], cells[-1]) == (stage["formula"], str(stage["passes"]))
-        assert [float(cell.split()[0]) for cell in cells[2:-1]] == [
+        assert (cells[1], cells[-2]) == (stage["formula"], str(stage["passes"]))
+        assert [float(cell.split()[0]) for cell in cells[2:-2]] == [
             pytest.approx(at["bytes_per_parameter"], rel=1e-3) for at in stage["at"]
         ]
     assert [found[f"equal {stage}"][2] for stage in range(4)] == ["= the same"] * 4
@@ -732,6 +753,8 @@ def test_the_calculator_answers_as_the_planner(opened):
 def test_the_calculator_by_hand(opened):
     page = opened("bare", "#calculator")
     page.get_by_role("button", name="7.5 B on 64").click()
+    assert page.locator("[data-total]").get_attribute("data-total") == str(int(7.5e9 * (2 + 16 / 64)))
+    page.get_by_label("Precision").select_option("paper")
     assert page.locator("[data-total]").inner_text() == "16.64 GB"
     page.get_by_label("Parameters Ψ").fill("7B")
     page.get_by_label("Parameters Ψ").press("Enter")
@@ -808,7 +831,7 @@ def test_a_field_says_what_is_wrong_and_nothing_else_is_answered(opened, key, la
 @pytest.mark.full
 def test_memory_of_a_gpu_has_decimals(opened):
     page = opened("bare", "#calculator?mem=23.5&units=0&p=7e9&n=8&stage=2")
-    plan = zeroshard.plan(Model(7e9, preset="paper"), Machine(ranks=8, gpu_mem="23.5GiB"), stage=2)
+    plan = zeroshard.plan(Model(7e9), Machine(ranks=8, gpu_mem="23.5GiB"), stage=2)
     assert [plan.stages[0].fits, page.locator("[data-fits]").inner_text()] == [False, "does not fit"]
     assert "--gpu-mem 23.5GiB" in page.locator("pre").inner_text()
     assert rows(page)["largest"][3] == f"{plan.stages[0].largest / 1e9:.4g} B"
@@ -890,7 +913,7 @@ def test_ten_stops_come_before_free_play(opened):
     """Each stop is at its stage and frame, with one question per stage; free play goes on from the same frame."""
     page = opened("walkthroughs", "#transformer", reduced=True)
     assert page.get_by_label("stage 3", exact=True).count() == 0
-    asked = 0
+    asked, tall = 0, []
     for number in range(1, 11):
         tour = page.locator(f'[data-stop="{number}"]')
         tour.wait_for()
@@ -900,10 +923,12 @@ def test_ten_stops_come_before_free_play(opened):
                 option.click()
                 right = "right" in option.get_attribute("class")
                 assert tour.locator("[data-verdict]").inner_text().startswith("Yes." if right else "No: ")
+        tall.append(tour.bounding_box()["height"])
         if number < 10:
             page.get_by_role("button", name="Next stop").click()
     assert asked == 4 and page.locator("[data-rank]").count() == 8
-    page.get_by_role("button", name="Stop before").click()
+    assert len(set(tall)) == 1  # room for every question and answer: what follows stays where it is
+    page.get_by_role("button", name="Previous stop").click()
     frame = page.locator("[data-beat]").get_attribute("data-beat")
     assert frame == "release:forward:2"
     page.get_by_role("button", name="Free play").click()
@@ -951,7 +976,17 @@ def test_on_a_phone_the_drawing_and_its_rows_are_on_one_screen(opened):
     page.evaluate("() => new Promise((done) => requestAnimationFrame(done))")
     bar = page.locator(".walk").bounding_box()
     model, last = (page.locator(each).bounding_box() for each in ("[data-model]", '[data-strip="1 exp_avg_sq"]'))
-    assert bar["y"] + bar["height"] <= model["y"] and last["y"] + last["height"] <= 844
+    assert bar["y"] + bar["height"] <= last["y"] and last["y"] < model["y"] and model["y"] + model["height"] <= 844
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stop", [2, 5, 6, 8])
+def test_on_a_phone_a_stop_s_exchange_is_in_sight(opened, stop):
+    """What flies between the ranks, on the first screen."""
+    page = opened("walkthroughs", f"#transformer?stop={stop}", width=390, reduced=True)
+    page.set_viewport_size({"width": 390, "height": 844})
+    flying = page.locator("[data-flies]").first.bounding_box()
+    assert flying["y"] >= 0 and flying["y"] + flying["height"] <= 844
 
 
 @pytest.mark.full
@@ -1055,7 +1090,22 @@ def test_two_runs_are_compared(opened):
 def test_the_footer_links_to_addresses_alone(opened):
     links = opened("two", "#compare").locator("footer a")
     assert [(link.inner_text(), link.get_attribute("href")) for link in links.all()] == list(LINKS.items())[:2]
-    assert opened("run", "#run").locator("footer a").count() == 0
+    footer = opened("run", "#run").locator("footer")
+    assert footer.locator("a").count() == 0  # no address is known: the version, and where the documents are
+    assert f"Written by zeroshard {fixture('run')['zeroshard']}." in footer.inner_text()
+    assert "docs/README.md in a clone" in footer.inner_text()
+
+
+@pytest.mark.full
+def test_two_tabs_wait_behind_more(opened):
+    page = opened("walkthroughs", "#overview")
+    tabs = page.locator("nav a")
+    few = tabs.all_inner_texts()
+    page.get_by_role("button", name="more", exact=True).click()
+    assert tabs.all_inner_texts() == [*few, "Recorded runs", "Check the texts"]
+    page.get_by_role("link", name="Check the texts").first.click()
+    page.get_by_role("button", name="less", exact=True).click()
+    assert tabs.all_inner_texts() == [*few, "Check the texts"]  # the one that is open stays
 
 
 def test_pointing_at_the_timeline_reads_it(opened):

@@ -14,6 +14,7 @@ test('what a run can hold at once is told apart by colour or hatch', () => {
     'prefetch',
     'reduce',
     'staging',
+    'lent',
   ];
   expect(at_once.every((state) => ORDER.includes(state))).toBe(true);
   expect(new Set(at_once.map(paint)).size).toBe(at_once.length);

@@ -561,7 +561,7 @@ export function says(beat: Beat, layout: Layout, placements: Placements): string
         ? `Release ${name}: each rank keeps only its own part of the weights. In backward this comes late: a rank keeps the last two modules until it goes on.`
         : `Release ${name}: each rank keeps only its own part of the weights.`;
     case 'reduce':
-      return `The reduction of ${name} starts here: each rank sends every other rank the part of its gradients that this rank adds up. It ends some frames later.`;
+      return `The gradients of ${name} leave: each rank sends every other the part that it adds up.`;
     case 'land':
       return 'The last gradients arrive. Each owner has the sum of all ranks.';
     case 'spread':

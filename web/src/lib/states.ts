@@ -19,6 +19,7 @@ const KNOWN: Record<string, [label: string, colour: string, passing?: true]> = {
   prefetch: ['prefetched parameters', 'var(--prefetch)', true],
   reduce: ['reduction buffers', 'var(--gradients)', true],
   staging: ['buffers of what rests elsewhere', 'var(--other)', true],
+  lent: ['copies that other ranks read', 'var(--master)', true],
   snapshot: ['copy to be saved', 'var(--other)', true],
   upcast: ['fp32 gradients of the step', 'var(--gradients)', true],
   build: ['being built', 'var(--other)', true],

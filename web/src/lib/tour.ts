@@ -104,12 +104,12 @@ export function stops({ played }: Transformer): Stop[] {
         `A rank sends ${integer(sends[2])} bytes in a step of stage 2. How many at stage 3?`,
         sends[3],
         [sends[2], sends[2] * 2],
-        'Parameters are gathered for forward and again for backward, and gradients are reduced once. Backward does not gather the first module again, whose input needs no gradient.',
+        'Parameters are gathered for forward and again for backward, but not the first module’s: its input needs no gradient. Gradients are reduced once.',
       ),
     },
     {
       title: 'More ranks, less on each',
-      says: `Eight ranks at stage 3: ${integer(eight[3].nbytes)} bytes on each, where two ranks have ${integer(three)}: an eighth of everything, and the padding of layers that 8 does not divide. Stages 0 to 2 send the model about twice in a step, stage 3 three times. Now play freely: choose the stage, the cut and the ranks.`,
+      says: `Eight ranks at stage 3: ${integer(eight[3].nbytes)} bytes on each, where two have ${integer(three)}. Of two ranks each sends ${integer(sends[0])} bytes in a step of stage 0, 1 or 2, and ${integer(sends[3])} of stage 3. With sums in fp32, as zeroshard has them unless told otherwise, stage 0 sends as many as stage 3. Now play freely.`,
       ...at(3, 'start', 8),
     },
   ];

@@ -252,7 +252,7 @@ BESIDE = {"lent": "copies that other ranks read in shared memory", "norms": "a m
 
 
 def _beside(ranks: Sequence[Mapping[str, Any]]) -> str:
-    """Say what ranks hold beside the states of the model, which alone are predicted: buffers made once they are needed."""
+    """Say what ranks hold beside the states of the model, which alone are predicted: buffers, made when needed."""
     more: dict[str, int] = {}
     for entry in ranks:
         for state in entry["held"].keys() - entry["predicted"].keys():

@@ -269,25 +269,26 @@ def dtypes():
                 assert model.table.dtype == torch.float64  # buffers are never converted
                 for bucket in zero.partition.buckets:
                     param = wanted or own[bucket.slots[0].name]
-                    got = zero.dtypes(bucket)
-                    assert got.param == param, (build, setting)
-                    assert got.grad == precision.grad_dtype or (
-                        got.grad == (torch.float32 if param in LOW else param) and not precision.grad_dtype
+                    got = zero._engine.formats(bucket)
+                    assert got.computed == param, (build, setting)
+                    assert got.gradients == precision.grad_dtype or (
+                        got.gradients == (torch.float32 if param in LOW else param) and not precision.grad_dtype
                     )
                     assert got.master == precision.master_dtype or (
                         got.master == (torch.float32 if param in LOW else param) and not precision.master_dtype
                     )
                 masters = {p.dtype for p in optimizer.param_groups[0]["params"]}
                 assert masters == {
-                    zero.dtypes(bucket).master
+                    zero._engine.formats(bucket).master
                     for bucket in zero.partition.buckets
                     if bucket.shard_numel(zero.rank) or not stage
                 }
                 held = zero.ledger().held
                 expected = sum(
-                    (bucket.shard_numel(zero.rank) if stage else bucket.numel) * zero.dtypes(bucket).master.itemsize
+                    (bucket.shard_numel(zero.rank) if stage else bucket.numel)
+                    * zero._engine.formats(bucket).master.itemsize
                     for bucket in zero.partition.buckets
-                    if zero.dtypes(bucket).master != zero.dtypes(bucket).param
+                    if zero._engine.formats(bucket).master != zero._engine.formats(bucket).computed
                 )
                 assert held.get("master", 0) == expected, (stage, build, setting)
                 found.append((stage, build, setting))

@@ -31,7 +31,6 @@ from .engine.weights.modes import refuse_inside, unseen
 from .errors import StateError, UserError, nearest, without_own_lines
 from .events import Event, Ledger, Record
 from .hooks import absent, features, first
-from .layout.partition import BucketPlan, Slot
 from .layout.stage import Placements
 from .policies.comm import Comm, Simulated
 from .policies.layout import Layout
@@ -201,15 +200,6 @@ def _device(model: nn.Module, wanted: torch.device | str | None) -> torch.device
     return found.pop() if found else torch.device("cpu")
 
 
-class Dtypes(NamedTuple):
-    """The dtypes of one bucket's states. rest: the dtype in which its parameters rest and travel, which may differ."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    master: torch.dtype
-    rest: torch.dtype
-
-
 class Owner(NamedTuple):
     """Elements [start, stop) of a parameter, counted flat, in the memory of one rank."""
 
@@ -238,7 +228,6 @@ class Zero:
     checkpoints        save, save_on, signalled, load, latest, state_dict, load_state_dict, export, stream
     at the end         unshard
     to look at a run   ledger, metrics, record, events, trace, explain, owners, skipped, nonfinite, check_replicas
-    to build on it     dtypes, optimizer_members
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -576,20 +565,6 @@ class Zero:
         `torch.initial_seed()` when the model was sharded, or the one saved in the checkpoint that was loaded.
         """
         return drawing(self.seed, step, index, self._engine.group.device)
-
-    def dtypes(self, plan: BucketPlan) -> Dtypes:
-        """Return the dtypes that a bucket's parameters, gradients, and masters are held in."""
-        formats = self._engine.buckets[plan.index].formats
-        return Dtypes(formats.computed, formats.gradients, formats.master, formats.parameters)
-
-    def optimizer_members(
-        self,
-    ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[BucketPlan, Slot]]]]:
-        """Yield (optimizer, group, the parameters it updates on whichever rank) of every group of every optimizer."""
-        for binding in self._engine.bindings:
-            for group in binding.optimizer.param_groups:
-                places = [member.place for member in binding.members if member.group is group]
-                yield binding.optimizer, group, [(p.bucket.plan, p.bucket.plan.slots[p.position]) for p in places]
 
     def ledger(self) -> Ledger:
         """Return a snapshot of the bytes that this rank holds now and held at most, by state, tier and phase, and of

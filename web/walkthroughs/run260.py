@@ -176,7 +176,7 @@ def observed_step(
         told = observer.told()
         held = {state: nbytes for state, nbytes in zero.ledger().held.items() if nbytes}
         kept = _kept(zero, optimizer)
-        dtypes = zero.dtypes(zero.partition.buckets[0])
+        dtypes = zero._engine.formats(zero.partition.buckets[0])
         with zero.gathered():
             after = [value for parameter in model.parameters() for value in numbers(parameter)]
         return {
@@ -194,7 +194,8 @@ def observed_step(
             "kept": kept,
             "kept_before": kept_before,
             "dtypes": {
-                "parameters": _name(dtypes.param), "gradients": _name(dtypes.grad), "master": _name(dtypes.master)
+                "parameters": _name(dtypes.computed), "gradients": _name(dtypes.gradients),
+                "master": _name(dtypes.master),
             },
         }  # fmt: skip
 

@@ -237,8 +237,8 @@ def balance(zero: Zero) -> dict[str, Any]:
     """Measure how evenly the layout shares the model: padding, the fullest and emptiest rank, empty shards."""
     buckets = zero.partition.buckets
     elements = [mine.shard for mine in owned(zero.partition, zero._engine.group.axis_team.seat)]
-    padding = sum(bucket.padding * zero.dtypes(bucket).param.itemsize for bucket in buckets)
-    total = sum(bucket.numel * zero.dtypes(bucket).param.itemsize for bucket in buckets)
+    padding = sum(bucket.padding * zero._engine.formats(bucket).computed.itemsize for bucket in buckets)
+    total = sum(bucket.numel * zero._engine.formats(bucket).computed.itemsize for bucket in buckets)
     return {
         "buckets": len(buckets),
         "padding_bytes": padding,

@@ -21,7 +21,8 @@ from ..device import asynchronous
 from ..errors import PeerError, StateError, UserError
 from ..events import Ledger
 from ..hooks import check_present, editing, features, first
-from ..layout.states import placements
+from ..layout.partition import BucketPlan, Slot
+from ..layout.states import Formats, placements
 from ..policies.comm import Comm
 from ..policies.incompatible import refuse, settings
 from ..policies.layout import Layout
@@ -304,6 +305,19 @@ class Engine:
     def refuse_within(self) -> None:
         """Refuse to begin inside a collective operation or a step: a signal's handler may call anything anywhere."""
         self.group.refuse_within(busy=any(binding.busy for binding in self.bindings))
+
+    def formats(self, plan: BucketPlan) -> Formats[torch.dtype]:
+        """Return the dtypes of a bucket's states."""
+        return self.buckets[plan.index].formats
+
+    def optimizer_members(
+        self,
+    ) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], list[tuple[BucketPlan, Slot]]]]:
+        """Yield (optimizer, group, the parameters it updates on whichever rank) of every group of every optimizer."""
+        for binding in self.bindings:
+            for group in binding.optimizer.param_groups:
+                places = [member.place for member in binding.members if member.group is group]
+                yield binding.optimizer, group, [(p.bucket.plan, p.bucket.plan.slots[p.position]) for p in places]
 
     def steps(self) -> Sequence[Transaction]:
         steps = [each.step for each in self.reduction.subscribers]

@@ -205,7 +205,9 @@ def _facts(zero: Zero) -> dict[str, Any]:
 def _dtypes(zero: Zero) -> list[dict[str, Any]]:
     counts: dict[tuple[str, ...], int] = {}
     for bucket in zero.partition.buckets:
-        param, *others = (str(dtype).removeprefix("torch.") for dtype in zero.dtypes(bucket))
+        formats = zero._engine.formats(bucket)
+        kinds = (formats.computed, formats.gradients, formats.master)
+        param, *others = (str(dtype).removeprefix("torch.") for dtype in kinds)
         if bucket.fp8:
             scaling = zero._engine.precision.scaling
             part = "tensor" if scaling == "tensor" else f"tile of {scaling}"

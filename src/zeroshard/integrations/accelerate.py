@@ -208,7 +208,7 @@ class ZeroAccelerator(Accelerator):
         """Hide sharded models and their optimizers from Accelerate inside; yield the `Zero` of each."""
         models, optimizers = self._models, self._optimizers
         zeros = [zero for zero in map(self.zero_of, models) if zero is not None]
-        bound = {id(optimizer) for zero in zeros for optimizer, _, _ in zero.optimizer_members()}
+        bound = {id(optimizer) for zero in zeros for optimizer, _, _ in zero._engine.optimizer_members()}
         self._models = [model for model in models if self.zero_of(model) is None]
         self._optimizers = [optimizer for optimizer in optimizers if id(unwrapped(optimizer)) not in bound]
         try:

@@ -61,6 +61,6 @@ def whole_state(zero: Zero) -> dict[str, Any]:
 def params_of(zero: Zero, optimizer: Any) -> Iterator[nn.Parameter]:
     """Yield the model's parameters that an optimizer updates on any rank: its groups hold only this rank's part."""
     params: dict[str, Any] = dict(named_tensors(zero.model))
-    for each, _, places in zero.optimizer_members():
+    for each, _, places in zero._engine.optimizer_members():
         if each is optimizer:
             yield from (params[slot.name] for _, slot in places)

@@ -167,7 +167,7 @@ def _zero(module: nn.Module) -> api.Zero:
 def _parted(state: Mapping[str, Any]) -> tuple[dict[str, api.Zero], dict[str, Any]]:
     """Split a state into its sharded modules' handles, and all but these modules and their optimizers."""
     zeros = {name: getattr(value, OWN) for name, value in state.items() if hasattr(value, OWN)}
-    bound = {id(optimizer) for zero in zeros.values() for optimizer, _, _ in zero.optimizer_members()}
+    bound = {id(optimizer) for zero in zeros.values() for optimizer, _, _ in zero._engine.optimizer_members()}
     return zeros, {name: value for name, value in state.items() if name not in zeros and id(value) not in bound}
 
 

@@ -48,7 +48,7 @@ def holding(zero: Zero) -> Holding:
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []
     numbers: dict[int, int] = {}  # by the optimizer's id
-    for optimizer, group, places in zero.optimizer_members():
+    for optimizer, group, places in zero._engine.optimizer_members():
         numbers.setdefault(id(optimizer), len(numbers))
         groups.append((optimizer, group))
         members.update({(bucket.index, slot.name): len(groups) - 1 for bucket, slot in places})
@@ -59,7 +59,7 @@ def holding(zero: Zero) -> Holding:
             return {}
         number = members[bucket.index, slot.name]
         optimizer, group = groups[number]
-        key = number, zero.dtypes(bucket).master, asked_with(optimizer, slot.together)
+        key = number, zero._engine.formats(bucket).master, asked_with(optimizer, slot.together)
         if key not in probed:
             probed[key] = probe(optimizer, group, key[1], key[2])
         found = {state: each.kept(slot.together) for state, each in probed[key].items()}

@@ -53,7 +53,7 @@ def fits_job(run: Callable[..., Simulation], asked: Asked) -> Fitting:
     precision = asked.precision or Precision()
     recipe = formats.of_model(
         [torch_dtype(bucket.dtype) for bucket in zero.partition.buckets if bucket.trainable],
-        [type(optimizer).__name__ for optimizer, *_ in zero.optimizer_members()],
+        [type(optimizer).__name__ for optimizer, *_ in zero._engine.optimizer_members()],
         precision, asked.comm, along=bool(asked.experts), who="it",
         instead="what each stage takes as it is, above",
     )  # fmt: skip

@@ -115,11 +115,11 @@ def _recipe(run: Simulation) -> recipes.Recipe:
             if master_of(formats, alone, at, one_memory=one_memory) is Master.ALONE:
                 cast += numel[bucket.index] * formats.computed.itemsize
     per_tensor: dict[str, int] = {}
-    for optimizer, group, places in zero.optimizer_members():
+    for optimizer, group, places in zero._engine.optimizer_members():
         for bucket, slot in places:
             if bucket.trainable:
                 shape = optimizers.asked_with(optimizer, slot.shape)
-                found = optimizers.probe(optimizer, group, zero.dtypes(bucket).master, shape)
+                found = optimizers.probe(optimizer, group, zero._engine.formats(bucket).master, shape)
                 for state, asked in found.items():
                     nbytes, grows = asked.kept(slot.shape)
                     if grows:
@@ -187,7 +187,9 @@ def _traffic(run: Simulation) -> traffic.Traffic:
         else traffic.NOTHING
         for events in moved.values()
     )
-    model = sum(bucket.numel * run.zero.dtypes(bucket).rest.itemsize for bucket in run.zero.partition.buckets)
+    model = sum(
+        bucket.numel * run.zero._engine.formats(bucket).parameters.itemsize for bucket in run.zero.partition.buckets
+    )
     passes = round(gathered.logical / model, 2) if model else 0.0
     codecs = [each.codec for each in run.zero._engine.reduction.contributions.values()]
     trained = sum(codec.plan.numel * codec.dtype.itemsize for codec in codecs)

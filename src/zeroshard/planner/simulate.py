@@ -349,11 +349,11 @@ def facts(zero: Zero) -> dict[int, Facts]:
     """Return {index of a trained bucket: what decides how many kernels it takes, and how often the host waits}."""
     found, native = {}, zero._engine.comm.reduce == "native"
     for plan in (each for each in zero.partition.buckets if each.trainable):
-        bucket, dtypes = zero._engine.buckets[plan.index], zero.dtypes(plan)
+        bucket, dtypes = zero._engine.buckets[plan.index], zero._engine.formats(plan)
         sits, placed = bucket.team.seat, bucket.placements
         found[plan.index] = Facts(
             len(plan.slots), sits.size, sits.replicas, sits.replica, bool(placed.parameters),
-            cast=dtypes.master != dtypes.param, narrow=dtypes.grad in LOW, native=native,
+            cast=dtypes.master != dtypes.computed, narrow=dtypes.gradients in LOW, native=native,
             in_place=not placed.gradients and bucket.grad_dtype == bucket.reduce_dtype and sits.summed == 1
             and (sits.size == 1 or bucket.team.arriving < sits.size),
             by_part=placed.by_part, two_levels=placed.two_levels,

@@ -133,6 +133,11 @@ def shard(
 
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.
+
+    Examples:
+        >>> zero = zeroshard.shard(model, optimizer, stage=3)
+        >>> model(batch).square().mean().backward()
+        >>> optimizer.step()
     """
     refuse_inside("shard(...)")
     precision = _policy("precision", precision, Precision)
@@ -224,10 +229,19 @@ def _meeting(method: Method) -> Method:
 class Zero:
     """The handle of a sharded model that `shard` returns, for everything besides the plain training loop.
 
+    `model` is the model, `stage` its stage, `rank` and `world_size` count the ranks that have data of their own.
+    After `unshard` every call raises `StateError`. A collective call, which every rank makes, raises `PeerError` where
+    a rank is gone, has raised, or calls something else.
+
     in a step          no_sync, join, batches, clip_grad_norm_, gathered, average, replay, micro_batch_rng
     checkpoints        save, save_on, signalled, load, latest, state_dict, load_state_dict, export, stream
     at the end         unshard
     to look at a run   ledger, metrics, record, events, trace, explain, owners, skipped, nonfinite, check_replicas
+
+    Examples:
+        >>> zero = zeroshard.shard(model, optimizer)
+        >>> zero.stage, zero.world_size
+        (3, 1)
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -242,7 +256,12 @@ class Zero:
 
     @property
     def seed(self) -> int:
-        """The seed of all random numbers of `micro_batch_rng`: agreed on by the ranks, or the loaded checkpoint's."""
+        """The seed of all random numbers of `micro_batch_rng`: agreed on by the ranks, or the loaded checkpoint's.
+
+        Examples:
+            >>> zero.seed == torch.initial_seed()
+            True
+        """
         return self._engine.seed
 
     def __repr__(self) -> str:
@@ -271,6 +290,11 @@ class Zero:
         and hold nothing more for it; 2 and 3 take a full-size sum in the accumulation dtype
         (`Precision.grad_dtype`) until then, and so does `Offload(gradients=...)`. Same bits at all stages; not the
         same as without it, nor at another number of ranks, of which `load` warns.
+
+        Examples:
+            >>> with zero.no_sync():
+            ...     model(batch).square().mean().backward()
+            >>> model(batch).square().mean().backward()  # sends the sum of both
         """
         with self._engine.schedule.backward.holding_back():
             yield
@@ -278,12 +302,18 @@ class Zero:
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield this rank's batches, then the last of them until no rank has one left: for loaders of uneven length.
 
-        for batch in zero.join(loader): forward, backward, clip, step and schedule as always, on every rank.
+        batches: this rank's, as many as it has. Forward, backward, clip, step and schedule as always, on every rank.
 
         A repeated batch counts for nothing: the gradients of its backward are dropped, so that this rank's part is
         zero; gradients are still divided by `world_size`, as by default in DDP's `join`. The program must leave out its
-        loss. Buffers are those of the first rank that still has a batch. At least one batch on every rank. Collective,
-        a small message per batch.
+        loss. Buffers are those of the first rank that still has a batch. Raises `StateError`, on every rank, where one
+        has no batch at all. Collective, a small message per batch.
+
+        Examples:
+            >>> for batch in zero.join(loader):
+            ...     model(batch).square().mean().backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
         """
         return self._engine.join(batches)
 
@@ -302,19 +332,29 @@ class Zero:
     ) -> Batches:
         """Give each rank its micro-batches of each step, so that a step has the same bits at any number of ranks.
 
-        for step in zero.batches(dataset, per_step=32, size=4): for batch in step: loss(batch).backward(); then clip,
-        step and zero_grad as always. Do not divide the loss: gradients are divided once, by the number of micro-batches
-        of the step, whether `per_step` can be divided by the number of ranks or not.
+        Do not divide the loss: gradients are divided once, by the number of micro-batches of the step, whether
+        `per_step` can be divided by the number of ranks or not.
 
-        dataset: with len() and [index]. per_step: micro-batches of a step, on all ranks together. size: samples of one.
-        seed, shuffle: the order of samples, another one in each epoch. drop_last: leave out the last step of an epoch
-            if its samples are fewer; else it has fewer micro-batches.
+        dataset: with len() and [index].
+        per_step: micro-batches of a step, on all ranks together.
+        size: samples of a micro-batch.
+        seed: draws the order of samples, another one in each epoch.
+        shuffle: False keeps the samples in the dataset's order.
+        drop_last: leave out the last step of an epoch if its samples are fewer; else it has fewer micro-batches.
         reseed: draw random numbers in each micro-batch from `seed` and its place alone, as `micro_batch_rng` does: then
             dropout does not depend on the number of ranks.
         loader: of torch's DataLoader: num_workers, collate_fn, pin_memory, ...
 
         Iterating yields the steps that are left of an epoch. `save` and `load` hold the place, for any number of ranks.
-        Collective.
+        Raises `UserError` for a dataset or settings whose bits would depend on the number of ranks, `StateError` for a
+        loop that does not make one backward for each micro-batch. Collective.
+
+        Examples:
+            >>> for step in zero.batches(torch.randn(24, 8), per_step=2, size=4):
+            ...     for batch in step:
+            ...         model(batch).square().mean().backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
         """
         settings = {"per_step": per_step, "size": size, "seed": seed, "shuffle": shuffle}
         settings |= {"drop_last": drop_last, "reseed": reseed}
@@ -324,9 +364,18 @@ class Zero:
         return made
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip all gradients by their global norm (any order above 0, or inf). Returns it, the same on every rank.
+        """Clip all gradients by their global norm. Returns the norm before clipping, the same on every rank.
 
-        Exactly `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works as well.
+        max_norm: the most that the norm is after it.
+        norm_type: the order of the norm: any above 0, or infinity.
+        error_if_nonfinite: raise a `RuntimeError` where the norm is NaN or infinite.
+
+        Exactly `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works as well. Raises `UserError` for
+        another order. Collective.
+
+        Examples:
+            >>> model(batch).square().mean().backward()
+            >>> norm = zero.clip_grad_norm_(1.0)
         """
         params = [record.param for record in self._engine.managed]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -334,12 +383,18 @@ class Zero:
     def gathered(
         self, *what: nn.Module | str, write_from: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Gather full parameters for the `with` block, on every rank: of the given modules or names (patterns), else of
-        all.
+        """Gather full parameters for the `with` block, on every rank.
 
-        Edits made inside count, at every stage: make the same ones on all ranks, or name the one rank whose edits to
-        take with `write_from`. Any rank may call the model alone inside, without grad, if it needs no other
-        parameters. Collective: every rank enters and leaves.
+        what: modules, or names or patterns of parameters; none given: all parameters.
+        write_from: the rank whose edits are taken. None: all ranks make the same ones.
+
+        Edits made inside count, at every stage. Any rank may call the model alone inside, without grad, if it needs no
+        other parameters. Raises `UserError` for a name or rank that is none, `StateError` inside backward. Collective:
+        every rank enters and leaves.
+
+        Examples:
+            >>> with zero.gathered("weight", write_from=0), torch.no_grad():
+            ...     _ = model.weight.mul_(0.5)
         """
         return self._engine.gathered(*what, write_from=write_from)
 
@@ -348,9 +403,17 @@ class Zero:
         """Make an exponential moving average of the weights, sharded and resting as the optimizer's states: 4 bytes for
         each of a rank's masters.
 
+        decay: the weight of the average so far in each update, from 0 to less than 1.
+
         `.update()` after each `optimizer.step()`; the first takes the weights as they are. `with .swapped():` the
         model's weights are the averages, to evaluate or `export`. `save` and `load` hold it: make it before `load`.
-        One per model. Collective.
+        One per model: a second one raises `StateError`. Raises `UserError` for a decay that is none. Collective.
+
+        Examples:
+            >>> average = zero.average(0.999)
+            >>> average.update()  # after each optimizer.step()
+            >>> with average.swapped():
+            ...     loss = model(batch).square().mean()
         """
         engine = self._engine
         if engine.moving is not None:
@@ -365,9 +428,6 @@ class Zero:
     def replay(self, work: Callable[..., Any], *, every: int = 1000) -> Replay:
         """Compute one micro-batch in `every` on another rank too, and name the rank whose bits differ from others'.
 
-            step = zero.replay(forward_backward, every=1000)
-            for batch in loader: loss = step(batch); then clip, step and zero_grad as always.
-
         work: computes forward and backward of one micro-batch, from its arguments, the model and random numbers alone:
             what differs between ranks besides, such as `zero.rank`, must not come into it. Its arguments travel: dicts,
             lists and tuples of tensors, numbers and text.
@@ -375,7 +435,15 @@ class Zero:
             backward; nothing of it stays: the run has the same bits with it and without it.
 
         Returns a function that calls `work` and returns what it does, or raises `CorruptionError` on every rank: from
-        three ranks on it names the one. Every rank makes the same calls.
+        three ranks on it names the one. Raises `UserError` for arguments that cannot travel. Every rank makes the same
+        calls.
+
+        Examples:
+            >>> step = zero.replay(forward_backward, every=1000)
+            >>> for batch in loader:
+            ...     loss = step(batch)  # forward and backward; clip and step after it as always
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
         """
         made = first(each.replay(self._engine, work, every) for each in features())
         if made is None:
@@ -395,6 +463,7 @@ class Zero:
     ) -> Saving:
         """Write a checkpoint folder at `path`: parameters or masters, optimizer states, buffers, random states.
 
+        path: the folder to make.
         extra: what else a resumed run needs, as numbers, text, lists, dicts, tensors, or objects with `state_dict()`
             (schedulers, scalers). Rank 0's counts.
         asynchronous: copy what this rank owns to host memory (`zeroshard plan` says how much) and write it behind the
@@ -406,7 +475,10 @@ class Zero:
 
         Gradients are not saved. Every rank writes what it owns; nothing is gathered. The folder appears by one rename
         once all of it is on the disk; what was at `path` stays until then. Raises `CheckpointError` on every rank if
-        one cannot write, at `wait` if it is asynchronous. Collective.
+        one cannot write, at `wait` if it is asynchronous; `PeerError` if ranks hold different copies. Collective.
+
+        Examples:
+            >>> saving = zero.save("run/step-10", {"step": 10}, keep=3)
         """
         self._engine.meet_for_checkpoint("saving")
         with self._engine.ledger.during("save"):
@@ -423,27 +495,47 @@ class Zero:
     ) -> None:
         """Save at `path`, once, when any rank gets this signal: on all ranks, before the first forward after a step.
 
+        signal: its number.
+        path: where to save. None only notes the signal, for a loop that looks at `signalled` after a step and saves by
+            itself.
         extra: called then; what it returns is saved along.
-        path: None only notes the signal, for a loop that looks at `signalled` after a step and saves by itself.
+        keep: as in `save`.
 
         The handler sets a flag, and the message with which the next step begins tells all ranks: a signal to one rank
         is enough, whatever the program is doing. Then the previous handlers are restored. The program goes on; to end
-        it, look at `signalled`. For several signals call it several times. Main thread, every rank.
+        it, look at `signalled`. For several signals call it several times. Raises `UserError` for a signal that no
+        program can handle, and outside of the main thread. Every rank calls it.
+
+        Examples:
+            >>> zero.save_on(signal.SIGTERM, "run/preempted", lambda: {"step": 10})
         """
         save_on(self, signal, path, extra, keep)
 
     @property
     def signalled(self) -> Signals | None:
-        """The signal given to `save_on` that some rank got: the same on every rank, from a step on."""
+        """The signal given to `save_on` that some rank got: the same on every rank, from a step on.
+
+        Examples:
+            >>> zero.save_on(signal.SIGTERM, None)
+            >>> zero.signalled is None
+            True
+        """
         return Signals(self._engine.group.signalled) if self._engine.group.signalled else None
 
     @_meeting
     def load(self, path: str | os.PathLike[str], *, strict: bool = True) -> loading.Loaded:
         """Load what `save` wrote, into any ranks, stage, bounds and precision; `extra` is in the `Loaded` it returns.
 
-        Every rank reads and checks everything it needs first; only if all could, anything is changed. `strict=False`
-        passes over what does not fit and lists it in `.skipped`. Gradients are cleared. Raises `CheckpointError` on
-        every rank. Collective.
+        path: the checkpoint's folder.
+        strict: False passes over what does not fit, and lists it in the answer's `.skipped`.
+
+        Every rank reads and checks everything it needs first; only if all could, anything is changed. Gradients are
+        cleared. Raises `CheckpointError` on every rank where the files are damaged or do not fit. Collective.
+
+        Examples:
+            >>> saving = zero.save("run/step-10", {"step": 10})
+            >>> zero.load("run/step-10").extra
+            {'step': 10}
         """
         with contextlib.ExitStack() as renewed:
             for tier in self._engine.tiers.values():
@@ -461,7 +553,11 @@ class Zero:
         """Return this rank's pieces for `torch.distributed.checkpoint`: `dcp.save({"app": zero}, checkpoint_id=...)`.
 
         With the keys of torch's `get_state_dict(model, optimizer)`, so that FSDP2 and plain tensors load it. Random
-        states and extras are not in it, and DCP's metadata is a pickle: `save` has neither fault. Collective.
+        states and extras are not in it, and DCP's metadata is a pickle: `save` has neither fault. Raises `UserError`
+        for states that DCP cannot hold: in files, of blocks, of fused weights as several matrices. Collective.
+
+        Examples:
+            >>> metadata = dcp.save({"app": zero}, checkpoint_id="dcp")
         """
         from .integrations import dcp
 
@@ -472,7 +568,13 @@ class Zero:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a `state_dict()` that DCP has read into, as `dcp.load({"app": zero}, checkpoint_id=...)` does.
 
+        state_dict: what `state_dict()` returned, with the values read.
+
         Gradients are cleared. Raises `CheckpointError` on every rank, and changes nothing, if one cannot. Collective.
+
+        Examples:
+            >>> metadata = dcp.save({"app": zero}, checkpoint_id="dcp")
+            >>> dcp.load({"app": zero}, checkpoint_id="dcp")
         """
         from .integrations import dcp
 
@@ -486,6 +588,7 @@ class Zero:
     ) -> None:
         """Write the weights for other programs: a folder of safetensors files as Hugging Face's tools write it.
 
+        folder: the folder to make.
         file_nbytes: the most bytes of tensors in one file (a larger tensor gets one of its own).
         dtype: of all floating-point tensors, cast from the masters where there are any; None: each one's own.
         overwrite: replace a folder that is not an export. An earlier export is replaced in any case.
@@ -493,7 +596,11 @@ class Zero:
         Writes all that `model.state_dict()` names; tied parameters under their first name, others in file metadata.
         A model's `config` that can write itself (Hugging Face's) is written as config.json. Of a `PeftModel` the active
         adapter alone is written, for `PeftModel.from_pretrained`. Gathers one bucket at a time; rank 0 writes. The
-        folder appears by one rename. Raises `CheckpointError` on every rank. Collective.
+        folder appears by one rename. Raises `CheckpointError` on every rank where it cannot be written, `UserError` for
+        another folder at its place. Collective.
+
+        Examples:
+            >>> zero.export("weights", dtype=torch.bfloat16)
         """
         from .integrations import export
 
@@ -505,9 +612,6 @@ class Zero:
     def stream(self, *, dtype: torch.dtype | None = None) -> WeightStream:
         """Give the weights to another program in this process, whole and by name, on every rank.
 
-            for name, tensor in zero.stream(dtype=torch.bfloat16):
-                engine.load_weights([(name, tensor)])
-
         dtype: of all floating-point tensors, cast from the masters where there are any; None: each one's own.
 
         The names are those of `model.state_dict()`; a tied parameter comes under its first. Buffers are rank 0's. The
@@ -518,6 +622,10 @@ class Zero:
 
         Every rank iterates; one that leaves its loop early gathers the rest for the others. A value that the dtype
         cannot hold raises `UserError` on every rank, and a step inside the loop raises `StateError`. Collective.
+
+        Examples:
+            >>> for name, tensor in zero.stream(dtype=torch.bfloat16):
+            ...     served[name] = tensor.clone()
         """
         from .integrations.streaming import WeightStream
 
@@ -530,7 +638,12 @@ class Zero:
         Parameters have the dtype that they had before `shard`, from the masters where there are any. Hooks of the
         engine go, those of the program stay; gradients are cleared, an average is given up, this handle refuses
         calls. Train on as in plain PyTorch, or `shard` again, at another stage. Holds all of it beside the shards
-        for a moment. After a step. Collective.
+        for a moment. Call it after a step. Raises `UserError`, and changes nothing, for parameters that tensor
+        parallelism has cut and for states that are made of several tensors. Collective.
+
+        Examples:
+            >>> zero.unshard()
+            >>> zero = zeroshard.shard(model, optimizer, stage=1)
         """
         from .integrations import unshard
 
@@ -541,8 +654,11 @@ class Zero:
         """Raise `PeerError`, on every rank, if ranks hold different copies of what each of them holds whole.
 
         Parameters at stages 0-2, masters and optimizer states at stage 0: it names the parameter, the ranks, and the
-        first element. Costs a pass over these bytes and a small message. `save` and `export` do it in any case. After a
-        step. Collective.
+        first element. Costs a pass over these bytes and a small message. `save` and `export` do it in any case. Call it
+        after a step. Collective.
+
+        Examples:
+            >>> zero.check_replicas()
         """
         self._engine.meet_for_checkpoint(COMPARING)
 
@@ -550,9 +666,16 @@ class Zero:
     def latest(self, folder: str | os.PathLike[str]) -> Path | None:
         """Find the newest complete checkpoint in `folder`, for `load`; None if there is none, or no folder.
 
+        folder: where checkpoints lie side by side.
+
         It reads and checks every byte, and trusts no pointer that could be stale: damaged ones are passed over with a
         warning. Collective; every rank checks a share. Raises `CheckpointError` where the folder itself is a checkpoint
         of zeroshard or another system; warns where another system's are in it, and none of zeroshard's.
+
+        Examples:
+            >>> saving = zero.save("run/step-10")
+            >>> zero.latest("run").name
+            'step-10'
         """
         self._engine.meet_for_checkpoint("loading", weights=False)  # the disk where masters rest may have failed
         return loading.latest(self._engine.group, folder)
@@ -560,15 +683,27 @@ class Zero:
     def micro_batch_rng(self, step: int, index: int) -> contextlib.AbstractContextManager[None]:
         """Make random numbers inside (Python's, NumPy's, torch's) depend on the run's seed, `step` and `index` alone.
 
+        step: which step this is, from 0.
         index: which of the step's micro-batches this is, counted over all ranks: `a * zero.world_size + zero.rank` in
-        the rank's a-th backward. So dropout is the same at any number of ranks. The seed is `zero.seed`: rank 0's
-        `torch.initial_seed()` when the model was sharded, or the one saved in the checkpoint that was loaded.
+            the rank's a-th backward.
+
+        So dropout is the same at any number of ranks. The seed is `zero.seed`: rank 0's `torch.initial_seed()` when the
+        model was sharded, or the one saved in the checkpoint that was loaded. Raises `UserError` for numbers below 0.
+
+        Examples:
+            >>> with zero.micro_batch_rng(step=0, index=zero.rank):
+            ...     loss = model(batch).square().mean()
         """
         return drawing(self.seed, step, index, self._engine.group.device)
 
     def ledger(self) -> Ledger:
         """Return a snapshot of the bytes that this rank holds now and held at most, by state, tier and phase, and of
-        the bytes it moved, by verb."""
+        the bytes it moved, by verb.
+
+        Examples:
+            >>> zero.ledger().held["parameters"]  # two blocks of 128 elements in fp32: 8 x 8 weights, and their bias
+            1024
+        """
         for binding in self._engine.bindings:
             binding.states.count()
         return self._engine.ledger.snapshot()
@@ -577,10 +712,14 @@ class Zero:
         """Return this rank's numbers, flat, for a tracker: `wandb.log(zero.metrics(tokens=...))`.
 
         tokens: how many (or samples, of this rank or of all) were trained on since the last call with this argument, or
-            since `shard`: the answer has their rate per second.
+            since `shard`. Adds tokens per second.
 
         Bytes held by tier and state, the most in each phase, bytes moved by verb, the seconds waited for other ranks,
         steps and skipped steps, so far. All names begin with "zeroshard/". Asks no other rank.
+
+        Examples:
+            >>> zero.metrics(tokens=2048)["zeroshard/steps"]
+            0.0
         """
         from .integrations import metrics
 
@@ -591,12 +730,20 @@ class Zero:
         return metrics.flat(self.ledger(), self._engine.group.progress.steps, self.skipped, rate)
 
     def owners(self, name: str, state: str = "optimizer") -> list[Owner]:
-        """List which rank holds which flat range of a parameter's "parameters", "gradients" or "optimizer" state.
+        """List which rank holds which flat range of a parameter's state, in rank order.
 
-        In rank order. A sharded state has each range once per replica, a replicated one the whole range for every rank.
-        For a parameter along an axis, of which every rank has some rows, ranges count in the whole tensor; for one that
-        tensor parallelism has cut, part by part, and ranks are those of the whole mesh. Empty for gradients and
-        optimizer state of a parameter in a frozen bucket.
+        name: of the parameter, as in `model.named_parameters()`.
+        state: "parameters", "gradients" or "optimizer".
+
+        A sharded state has one range for each rank that owns a part, in each replica; a replicated one has the whole
+        range for every rank. For a parameter along an axis, of which every rank has some rows, ranges count in the
+        whole tensor. For one that tensor parallelism has cut they come part by part, and ranks are those of the whole
+        mesh. Empty for gradients and optimizer state of a parameter in a frozen bucket. Raises `UserError` for a name
+        or state that there is not.
+
+        Examples:
+            >>> zero.owners("weight")
+            [Owner(rank=0, start=0, stop=64, tier='device')]
         """
         record = next((record for record in self._engine.managed if name in record.names), None)
         if record is None:
@@ -618,19 +765,37 @@ class Zero:
     @property
     def skipped(self) -> int:
         """The number of optimizer steps passed over so far because a gradient was not finite: by
-        `Precision(nonfinite="skip")`, or by a `GradScaler`. The same on every rank."""
+        `Precision(nonfinite="skip")`, or by a `GradScaler`. The same on every rank.
+
+        Examples:
+            >>> zero.skipped
+            0
+        """
         return sum(each.skipped for each in self._engine.reduction.subscribers)
 
     @property
     def nonfinite(self) -> Finding | None:
-        """The last NaN or infinity that `Precision(nonfinite=...)` found, the same on every rank."""
+        """The last NaN or infinity that `Precision(nonfinite=...)` found, the same on every rank.
+
+        Examples:
+            >>> zero.nonfinite is None
+            True
+        """
         found = (each.last for each in self._engine.reduction.subscribers)
         return next((finding for finding in found if finding is not None), None)
 
     # --- what happened ----------------------------------------------------------------------------------------------
 
     def record(self, limit: int = 1 << 16) -> None:
-        """Record events from now on, and the changes of what is held: the last `limit` of each. 0 stops and forgets."""
+        """Record events from now on, and the changes of what is held.
+
+        limit: how many of each are kept, the last ones. 0 stops and forgets.
+
+        Raises `UserError` for a limit that is no number from 0.
+
+        Examples:
+            >>> zero.record()  # before the steps of interest
+        """
         if type(limit) is not int or limit < 0:
             raise UserError("record() keeps a number of events", got=repr(limit), instead="zero.record(65536)")
         self._engine.ledger.record = Record(limit, self._engine.ledger.tiers) if limit else None
@@ -639,6 +804,12 @@ class Zero:
         """Return the events that this rank recorded, oldest first; collectives carry the name of their bucket's unit.
 
         Raises `StateError` if `record` was not called.
+
+        Examples:
+            >>> zero.record()
+            >>> model(batch).square().mean().backward()
+            >>> sorted({event.verb for event in zero.events() if event.bucket is not None})
+            ['copy', 'gather', 'reduce', 'release']
         """
         if self._engine.ledger.record is None:
             raise StateError("nothing was recorded", instead="zero.record() before the steps of interest")
@@ -648,7 +819,17 @@ class Zero:
 
     @_meeting
     def trace(self, path: str | os.PathLike[str]) -> None:
-        """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev. Collective; rank 0 writes."""
+        """Write what all ranks recorded as one Chrome trace, for ui.perfetto.dev.
+
+        path: the file that rank 0 writes.
+
+        Raises `StateError` where a rank has not called `record`, `UserError` if the file cannot be written. Collective.
+
+        Examples:
+            >>> zero.record()
+            >>> model(batch).square().mean().backward()
+            >>> zero.trace("trace.json")
+        """
         from .integrations import chrome_trace
 
         self._engine.group.same("zero.trace(...)", lambda: {"path": absolute(path).name})
@@ -668,9 +849,20 @@ class Zero:
     ) -> Page:
         """Make one HTML page on this run, and on ZeRO: who holds what, the last recorded step, predicted and held.
 
-        path: the file that rank 0 writes; None: none, a notebook shows what is returned. metrics: {"step": 1, "loss":
-        2.5, "grad_norm": ...} of each step, for the curves. `record()` before the steps of interest, on every rank; the
-        last whole one is shown. Opens without a network. Collective.
+        path: the file that rank 0 writes; None: none, a notebook shows what is returned.
+        metrics: {"step": 1, "loss": 2.5, "grad_norm": ...} of each step, for the curves.
+
+        Call `record()` before the steps of interest, on every rank; the last whole one is shown. The page opens without
+        a network. Raises `StateError` where no whole step was recorded, `UserError` for metrics that are no numbers.
+        Collective.
+
+        Examples:
+            >>> zero.record()
+            >>> for batch in loader:
+            ...     model(batch).square().mean().backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+            >>> page = zero.explain("page.html")
         """
         from .explain import run
 

@@ -31,7 +31,25 @@ def one_line(message: object) -> str:
 class Error(Exception):
     """Base of everything zeroshard raises on purpose.
 
-    Reads as one line per fact: what failed, where, what was expected, what was found, what to write instead.
+    Reads as one line per fact:
+
+    what: what failed.
+    where: the rank, parameter, file or setting.
+    expected: what would have been right.
+    got: what was found.
+    instead: what to write instead.
+
+    `agreed` is True for an error that every rank raises together.
+
+    Examples:
+        >>> try:
+        ...     zeroshard.shard(model, optimizer, stage=4)
+        ... except zeroshard.Error as error:
+        ...     print(error)
+        no such ZeRO stage
+          expected: 0, 1, 2 or 3
+          got: 4
+          instead: shard(..., stage=3)
     """
 
     agreed = False  # do all ranks raise it together, so that none waits for a rank that has raised it already?

@@ -41,9 +41,16 @@ class _Apart(torch.autograd.Function):
 def apart(weight: Tensor, sources: int) -> Tensor:
     """Return a parameter once per source of tokens, [sources, *shape]: `[s]` is for what rank s of a group sent.
 
+    weight: the parameter, [rows, ...].
+    sources: how many ranks of the group send tokens.
+
     With `Layout(along=..., apart=True)` the sources' gradients are added up in the order of all ranks; in a plain
     process, or without that setting, in the order of the sources. Takes no memory in forward; in backward, that of the
-    gradients.
+    gradients. Raises `UserError` for a number of sources that is none.
+
+    Examples:
+        >>> zeroshard.apart(model.weight, 2).shape
+        torch.Size([2, 8, 8])
     """
     if type(sources) is not int or sources < 1:
         raise UserError(

@@ -28,13 +28,18 @@ OF_ACCELERATE = {"compute_environment", "distributed_type", "fsdp_config", "deep
 
 
 class Settings(dict[str, Any]):
-    """Keyword arguments of `shard`: `shard(model, optimizer, **settings)`. Only what the config decides is in it.
+    """Keyword arguments of `shard`, as `settings` returns them. Only what the config decides is in it.
 
+    shard: {argument of `shard`: value}.
     loop: what the training loop does itself, as far as the config says: `accumulate`, `clip`, `micro_batch`, `batch`,
         `optimizer` and `scheduler` (a name and arguments), `autocast` (a dtype), `scaler` (arguments of a
         `torch.amp.GradScaler`), `loss_scale`, `ranks`, `machines`.
     notes: one line for each key that a trainer fills in ("auto"), or that is taken in another way than it says.
     ignored: {key: why nothing becomes of it}.
+
+    Examples:
+        >>> zeroshard.settings({"zero_optimization": {"stage": 2}})["stage"]
+        2
     """
 
     def __init__(
@@ -50,11 +55,15 @@ def settings(config: str | os.PathLike[str] | Mapping[str, Any]) -> Settings:
     config: a file (DeepSpeed's JSON; Accelerate's YAML or JSON, with its section for FSDP or DeepSpeed), or what one
         holds, as a dict.
 
-    zero = zeroshard.shard(model, optimizer, **zeroshard.settings("ds_config.json"))
-
     Every key is mapped, ignored for a reason, or refused: `UserError` names the key, and what to write instead. What
     the loop does itself, such as clipping, is in `.loop`; read it there, or your loop does not do it. Reading executes
-    nothing; YAML needs PyYAML (the extra `yaml`, or `hf`).
+    nothing; YAML needs PyYAML (the extra `yaml`, or `hf`). Raises `UserError` too for what is no config.
+
+    Examples:
+        >>> settings = zeroshard.settings({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0})
+        >>> settings.loop
+        {'clip': 1.0}
+        >>> zero = zeroshard.shard(model, optimizer, **settings)
     """
     if isinstance(config, Mapping):
         return _read("the config", dict(config))

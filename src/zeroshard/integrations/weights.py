@@ -60,15 +60,23 @@ def load(
 ) -> Zero:
     """Shard a model and fill it with the weights of `folder`; best with a model built on the meta device.
 
+    model: as in `shard`; what it holds is replaced.
     folder: safetensors files (with `model.safetensors.index.json` where there are several), or one such file, or a
         checkpoint of `zero.save`, of which the optimizers' states are loaded too. Values are converted to the dtype of
         the model's parameters, or of their masters, as `load_state_dict` does.
+    optimizer: as in `shard`; None: none.
     strict: False leaves tensors that the folder does not have, or has in another shape, to `init`, and ignores those
         that the model does not have.
     init: as in `shard`, for modules on meta that hold something that the folder does not, such as buffers that are not
         saved (default: as in `shard`).
+    stage, precision, offload, layout, comm, device, optimizer_in_backward: as in `shard`.
 
-    Raises `CheckpointError` on every rank where the folder and the model do not fit. The other arguments are `shard`'s.
+    Raises `CheckpointError` on every rank where the folder and the model do not fit, and what `shard` raises.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(8, 8)
+        >>> zero = zeroshard.load(model, "weights", stage=3)  # an export, or a folder of Hugging Face's
     """
     if layout is not None and layout.along:
         raise UserError(

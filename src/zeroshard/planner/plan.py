@@ -79,7 +79,16 @@ def plan(
     optimizer_in_backward: each bucket is stepped as its gradients come, which rest nowhere then; as `shard`'s.
     step: what is known of a training step; None: one backward, and nothing.
 
+    moved: arguments of earlier versions, which raise.
+
     Raises `UserError` for whatever cannot be answered, and for arguments of earlier versions, with what to write now.
+
+    Examples:
+        >>> found = zeroshard.plan("7B", zeroshard.Machine(ranks=8, gpu_mem="80GiB"))
+        >>> [stage.total for stage in found.stages]
+        [126000000000, 52500000000, 28000000000, 14000000000]
+        >>> [stage.fits for stage in found.stages]
+        [False, True, True, True]
     """
     policies = {"precision": precision, "layout": layout, "comm": comm, "offload": offload}
     early = bool(optimizer_in_backward)

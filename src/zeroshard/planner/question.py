@@ -39,6 +39,10 @@ class Model:
         is known None is the usual depth of a transformer of so many parameters.
 
     Raises `UserError` for other than one of the first three, and for whatever does not go with it.
+
+    Examples:
+        >>> zeroshard.plan(zeroshard.Model("7B", preset="paper"), zeroshard.Machine(ranks=8), stage=3).stages[0].total
+        14000000000
     """
 
     params: str | float | None = None
@@ -133,6 +137,10 @@ class Machine:
 
     Raises `UserError` for a number that is none, for a GPU or a budget that cannot be read, and for `gpu` beside
     `gpu_mem`.
+
+    Examples:
+        >>> machine = zeroshard.Machine(ranks=8, gpu_mem="24GB", host_mem="64GiB")
+        >>> found = zeroshard.plan("7B", machine)
     """
 
     ranks: int = 1
@@ -187,6 +195,11 @@ class Step:
     tokens: tokens in one rank's step, for the tokens per second that the disk allows.
 
     Raises `UserError` for a number that is none.
+
+    Examples:
+        >>> step = zeroshard.Step(accumulate=4)
+        >>> [stage.traffic.passes for stage in zeroshard.plan("7B", zeroshard.Machine(ranks=8), step=step).stages]
+        [5, 5, 5, 12]
     """
 
     accumulate: int = 1

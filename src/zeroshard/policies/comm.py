@@ -70,6 +70,11 @@ class Comm:
         each other messages directly). All ranks shard one copy of the model. A gather brings together the parts of a
         shard between hosts, and the shards inside each host; a sum goes through the hosts as it does through replicas.
         The same bits; between hosts, with n ranks on each, about 1/n of the bytes that one copy sends without `hosts`.
+
+    Raises `UserError` for fields that do not go together.
+
+    Examples:
+        >>> zero = zeroshard.shard(model, optimizer, comm=zeroshard.Comm(timeout=120, prefetch=2))
     """
 
     group: Any = None

@@ -270,7 +270,7 @@ def refuse(given: Settings) -> None:
 
 
 def table() -> str:
-    """Write the refusals as a table for the guide."""
+    """Write the refusals as a table, for docs/errors.md."""
     unknown: dict[str, _Any] = defaultdict(_Any)
     rows = [
         (*(f"`{side.format_map(unknown)}`" for side in row.sides), row.what, row.instead.format_map(unknown))

@@ -73,6 +73,11 @@ class Layout:
     buffers: "broadcast" sends rank 0's buffers to all before each training forward; "always" before every forward, so
         that ranks that evaluate have the same ones, as with DDP (every rank calls every forward then); "local" never,
         at `shard` neither: each rank keeps its own, of any size, also in checkpoints.
+
+    Raises `UserError` for a field that it cannot read, or that needs another one.
+
+    Examples:
+        >>> zero = zeroshard.shard(model, optimizer, layout=zeroshard.Layout(bucket_mib=8, recompute=True))
     """
 
     bounds: Bounds = "unit"

@@ -47,9 +47,10 @@ class Offload:
     """The tier that each state rests in: "device", "cpu" (host memory) or "nvme" (files).
 
     parameters: the shards at stage 3; at stages 0-2 every rank's copy. Brought to the device unit by unit.
-    gradients: the accumulators. optimizer: its states, and masters where there are any.
-    Each may also be a number, the fraction of the bytes that rests in host memory (the rest stays on the device), or
-        fractions by tier: `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
+    gradients: the accumulators.
+    optimizer: its states, and masters where there are any. Each of the three may also be a number, the fraction of the
+        bytes that rests in host memory (the rest stays on the device), or fractions by tier:
+        `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
     step: the processor that steps states that rest beside an accelerator. "host": where they rest, so that only
         gradients and weights cross the bus. "device": they cross it too, bucket by bucket, and have the bits of states
         on the device. On the CPU both are one.
@@ -64,15 +65,24 @@ class Offload:
         Each rank writes the elements that it updates; until then only the rank that edits one sees the edit, as in a
         copy of its own.
 
-    `parameters="auto"`: `shard` chooses, for all states, the fastest that fits, by the planner's search, and says what
-        to write in its place. gpu_mem, host_mem, disk: what one rank's states may take, as `zeroshard.plan` takes it;
+    gpu_mem, host_mem, disk: with `parameters="auto"`, what one rank's states may take, as `zeroshard.plan` takes it.
         None is read from the machine: three quarters of what is free of the device's memory, because activations take
-        the rest, and a rank's part of what is free of the host's and of the disk of `path`. Without `path` none rest in
-        files. All ranks choose by the smallest. The other fields are not given beside it.
+        the rest, and a rank's part of what is free of the host's and of the disk of `path`.
+
+    `parameters="auto"`: `shard` chooses, for all states, the fastest that fits, by the planner's search, and says what
+        to write in its place. Without `path` none rest in files. All ranks choose by the smallest. The other fields are
+        not given beside it.
 
     Changes no bits on the CPU, nor with a GPU that steps: any choice gives the same ones. The host beside a GPU gives
         other bits than the GPU's AdamW; these are the same at every stage. `zeroshard plan` says what a choice costs in
         time.
+
+    Raises `UserError` for a tier that a state cannot have, and for files without `path`; `TierError`, in a step, where
+    a file cannot be read or written.
+
+    Examples:
+        >>> offload = zeroshard.Offload(optimizer="nvme", gradients="cpu", path="scratch")
+        >>> zero = zeroshard.shard(model, optimizer, offload=offload)
     """
 
     parameters: Where = "device"

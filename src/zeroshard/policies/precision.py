@@ -101,6 +101,12 @@ class Precision:
     scaling: which part of such a tensor has a scale of its own: "tensor", all of it, or each of stacked experts;
         "128x128", so many rows and columns; or "1x128", 128 elements of a row. Columns are the last dimension, rows all
         others.
+
+    Raises `UserError` for fields that do not go together.
+
+    Examples:
+        >>> precision = zeroshard.Precision(param_dtype=torch.bfloat16, cast_inputs=True)
+        >>> zero = zeroshard.shard(model, optimizer, stage=2, precision=precision)
     """
 
     param_dtype: torch.dtype | None = None

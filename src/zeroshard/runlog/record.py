@@ -38,7 +38,25 @@ WRAPPED = re.compile(r"(^|\.)(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_
 
 
 class RunLog:
-    """One rank's log of a run. All ranks make one, and make the same calls: whole tensors are put together for it."""
+    """One rank's log of a run. All ranks make one, and make the same calls: whole tensors are put together for it.
+
+    folder: where each rank writes a file, which must not be there yet.
+    model: the one that is trained, as the loop calls it.
+    optimizer: logs gradients when it steps; without one call `gradients()` before each step.
+    zero: what `zeroshard.shard` returned, if it sharded the model.
+    samples: elements of each tensor that the file has.
+    trace: also log what each module gets and gives, and its gradient, call by call, so that `zeroshard diff` names the
+        first module that computes otherwise. It copies every activation to the host.
+
+    Raises `UserError` where the folder has a log already, `StateError` for a call after `close`.
+
+    Examples:
+        >>> with zeroshard.RunLog("runs/a", model, optimizer) as log:
+        ...     loss = model(batch).square().mean()
+        ...     loss.backward()
+        ...     log.backward(loss)
+        ...     optimizer.step()
+    """
 
     def __init__(
         self,
@@ -50,13 +68,6 @@ class RunLog:
         samples: int = SAMPLES,
         trace: bool = False,
     ) -> None:
-        """folder: where each rank writes a file, which must not be there yet.
-
-        optimizer: logs gradients when it steps; without one call `gradients()` before each step. zero: what
-        `zeroshard.shard` returned, if it sharded the model. samples: elements of each tensor that the file has.
-        trace: also log what each module gets and gives, and its gradient, call by call, so that `zeroshard diff` names
-        the first module that computes otherwise. It copies every activation to the host.
-        """
         check_local(os.fspath(folder))
         if type(samples) is not int or samples < 1:
             raise UserError("samples is a number of elements", got=repr(samples), instead=f"samples={SAMPLES}")

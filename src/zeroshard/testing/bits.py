@@ -26,7 +26,10 @@ def assert_same_bits(first: Any, second: Any) -> None:
         NaNs whose bits do. A tensor's device is not compared; its shape and dtype are.
 
     The error names the first tensor that differs, its first such element, both values with their bits, and how far
-    they are apart in ULPs. Raises `zeroshard.Error`, of the kind `ValueError`, for what has no bits to compare.
+    they are apart in ULPs. Raises `UserError` for what has no bits to compare.
+
+    Examples:
+        >>> zeroshard.testing.assert_same_bits(torch.ones(3), torch.ones(3))
     """
     __tracebackhide__ = True
     if all(isinstance(each, (str, os.PathLike)) for each in (first, second)):

@@ -33,7 +33,19 @@ class Recorded:
     now: str
 
     def log(self, model: Any, optimizer: Any = None, *, zero: Any = None, samples: int | None = None) -> RunLog:
-        """Make the `zeroshard.RunLog` of this rank, with the arguments of `RunLog` but its folder. Collective."""
+        """Make the `zeroshard.RunLog` of this rank, in the test's own folder. Collective.
+
+        model, optimizer, zero, samples: as in `RunLog`.
+
+        Raises `UserError` where this rank has a log already.
+
+        Examples:
+            >>> with recorded.log(model, optimizer) as log:
+            ...     loss = model(batch).square().mean()
+            ...     loss.backward()
+            ...     log.backward(loss)
+            ...     optimizer.step()
+        """
         from ..runlog.record import SAMPLES, RunLog
 
         made = RunLog(self.now, model, optimizer, zero=zero, samples=SAMPLES if samples is None else samples)

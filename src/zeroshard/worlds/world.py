@@ -36,13 +36,16 @@ _running = threading.Lock()  # the process has one environment and one set of ra
 def world(ranks: int, *, seed: int | None = None) -> World:
     """Make ranks 0 to `ranks - 1`, each a thread of this process, that find themselves launched as by torchrun.
 
-        with zeroshard.world(4) as world:
-            losses = world.run(train, 3)        # train(3) on each rank; what each returned, in rank order
-
+    ranks: how many.
     seed: draws which rank goes on and when each message lands; the same seed draws the same again. None: a rank goes on
         until it must wait for another one.
 
-    Raises `zeroshard.Error`, of the kind `ValueError`, for a number of ranks or a seed that is none.
+    Raises `UserError` for a number of ranks or a seed that is none.
+
+    Examples:
+        >>> with zeroshard.world(4) as world:
+        ...     world.run(lambda step: step * torch.distributed.is_available(), 3)  # on each rank, in rank order
+        [3, 3, 3, 3]
     """
     for name, value, least in (("ranks", ranks, 1), ("seed", seed, 0)):
         if value is None and name == "seed":
@@ -88,11 +91,19 @@ class World:
         return f"zeroshard.world({self.size})" + (f": {self.ended}" if self.ended else "")
 
     def run(self, function: Callable[..., Any], /, *args: Any, **named: Any) -> list[Any]:
-        """Call `function(*args, **named)` on each rank. Returns what each returned, in rank order.
+        """Call a function on each rank. Returns what each returned, in rank order.
+
+        function: the same on each rank.
+        args, named: its arguments.
 
         All ranks get the same objects, not copies of them. What they print begins with their rank. Raises what the
         first rank that failed has raised, with a note of which rank that was; `PeerError` where ranks wait for each
         other and none can go on, with where each waits. The world has ended then.
+
+        Examples:
+            >>> with zeroshard.world(2) as world:
+            ...     world.run(lambda: int(os.environ["RANK"]))
+            [0, 1]
         """
         if here() is not None:
             raise StateError("world.run() inside a rank: call it outside of the function that ranks run")
@@ -120,7 +131,14 @@ class World:
         return values
 
     def close(self, why: str = "closed") -> None:
-        """End the ranks: their process groups go, and this world runs nothing any more."""
+        """End the ranks: their process groups go, and this world runs nothing any more.
+
+        why: what a later call of `run` names as the reason.
+
+        Examples:
+            >>> world = zeroshard.world(2)
+            >>> world.close()
+        """
         self.ended = self.ended or why
         self.flights.clear()
         self.ranks = []

@@ -1,4 +1,4 @@
-"""Write docs/commands.md from the commands themselves, and docs/glossary.md from the package. `make docs` runs it."""
+"""Write commands.md from the commands, errors.md and glossary.md from the package, in docs/. `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ import typer
 from rich.text import Text
 
 import zeroshard
+from zeroshard import errors
 from zeroshard.cli.main import app
+from zeroshard.policies import incompatible
 
 DOCS = Path(__file__).parent
 MADE = "<!-- python docs/commands.py writes this page from the code. -->\n\n"
@@ -32,6 +34,22 @@ WORDS = f"""# Glossary
 
 | word | meaning |
 |---|---|
+"""
+ERRORS = f"""# Errors
+
+{MADE}All that zeroshard raises on purpose is a `zeroshard.Error`. Its message has a line for each fact: what failed,
+`where` (rank, parameter, file), what was `expected`, what it `got`, and what to write `instead`. Where several ranks
+report an error, read the first one. [Troubleshooting](troubleshooting.md) has the usual causes; the classes are in
+`zeroshard.errors`.
+
+| error | also a | what it says |
+|---|---|---|
+"""
+TOGETHER = """
+## What does not go together
+
+Each of these raises `UserError` from `shard` on every rank, and from `zeroshard plan` where it has the setting.
+
 """
 
 
@@ -86,7 +104,17 @@ def glossary() -> str:
     return WORDS + "".join(f"| {word} | {meaning} |\n" for word, meaning in pairs)
 
 
-PAGES = {"commands.md": commands, "glossary.md": glossary}
+def raised() -> str:
+    found = [each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.Error)]
+    rows = []
+    for each in found[1:]:
+        bases = ", ".join(f"`{base.__name__}`" for base in each.__bases__ if base is not errors.Error)
+        about = " ".join((each.__doc__ or "").split("\n\n")[0].split())
+        rows.append(f"| `{each.__name__}` | {bases} | {about} |\n")
+    return ERRORS + "".join(rows) + TOGETHER + incompatible.table()
+
+
+PAGES = {"commands.md": commands, "errors.md": raised, "glossary.md": glossary}
 
 if __name__ == "__main__":
     for name, made in PAGES.items():

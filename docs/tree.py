@@ -1,4 +1,4 @@
-"""Write lists into documents: rooms from their docstrings, settings that do not go together. `make docs` runs it."""
+"""Write lists into docs/architecture.md: rooms from docstrings, features from manifests. `make docs` runs it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "zeroshard"
-ARCHITECTURE, GUIDE = ROOT / "docs" / "architecture.md", ROOT / "docs" / "guide.md"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FEATURES = ": features"
 
 # The core's rooms, from the bottom up: a file imports from its own room and from those before it. "" has files on top.
@@ -126,15 +126,6 @@ def every_feature() -> str:
     return "\n".join([*lines, ""])
 
 
-def every_refusal() -> str:
-    """The settings that do not go together, from the engine's own table."""
-    sys.path.insert(0, str(PACKAGE.parent))
-    from zeroshard.policies.incompatible import table
-
-    return table()
-
-
 if __name__ == "__main__":
-    for page, content in ((ARCHITECTURE, every_room()), (GUIDE, every_refusal())):
-        page.write_text(written(page, content))
+    ARCHITECTURE.write_text(written(ARCHITECTURE, every_room()))
     ARCHITECTURE.write_text(written(ARCHITECTURE, every_feature(), FEATURES))

@@ -64,13 +64,12 @@ def code(path):
     return {*LINES.code(path)}, ast.parse(path.read_text())
 
 
-@pytest.mark.parametrize("page", ["architecture", "architecture's features", "guide"])
+@pytest.mark.parametrize("page", ["architecture", "architecture's features"])
 def test_lists_in_documents_are_what_the_code_says(page):
-    """`make docs` writes them: rooms from their docstrings, settings that do not go together from their table."""
+    """`make docs` writes them: rooms from their docstrings, features from their manifests."""
     path, content = {
         "architecture": (TREE.ARCHITECTURE, TREE.every_room()),
         "architecture's features": (TREE.ARCHITECTURE, TREE.every_feature()),
-        "guide": (TREE.GUIDE, TREE.every_refusal()),
     }[page]
     written = TREE.written(path, content, TREE.FEATURES * page.endswith("features"))
     assert path.read_text() == written, "python docs/tree.py writes it"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+import pages
 import ranks as rank_processes
 import reference
 import zeroshard
@@ -132,6 +133,15 @@ def test_a_killed_rank_is_named_and_what_remains_goes_on(ranks, tmp_path, where,
     check_named(outcomes, where, "is gone: its process has ended")
     (after,) = ranks.run(1, continued, stage, str(tmp_path / "ckpt"), group=False)
     assert reference.first_difference(after, unbroken(DYING)) == ""  # each rank was given the same batch
+
+
+@pytest.mark.full
+def test_the_page_shows_what_the_other_ranks_say(ranks, tmp_path):
+    """docs/trust.md, of another step and unit."""
+    first, *_ = ranks.run(3, loses_a_rank, "gather", 3, signal.SIGKILL, str(tmp_path), **PATIENT)
+    block = pages.shown("trust.md", "zeroshard.errors.PeerError").replace("zeroshard.errors.PeerError: ", "")
+    own = "in backward, waiting for gather of unit '.*?', turn . of . of the script", pages.DIGITS
+    assert pages.is_shown(block, first.message, *own), first.message
 
 
 def lost_before_it_connects(named: int) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import pages
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BESIDE = [ROOT / "tests" / "trust-table.md", ROOT / "tests" / "world" / "README.md"]
@@ -205,7 +207,71 @@ def test_the_tutorial_prints_what_it_shows(tmp_path):
     assert said[1] == said[2] != said[0]
 
 
-@pytest.mark.parametrize("page", ["tutorial", "one-process"])
+def test_a_replay_says_what_its_page_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page, scope = ROOT / "docs" / "replay.md", {"__name__": "__main__"}
+    exec(compile(snippets(page.read_text())[0], str(page), "exec"), scope)
+    block = pages.shown("replay.md", "zeroshard.errors.CorruptionError: ").partition(": ")[2]
+    assert all(pages.is_shown(block, told, r"(?<=host )\w+") for told in scope["told"])
+
+
+# Blocks that show what a program has printed, by page and what they begin with: the test that compares them with what
+# it prints today. `$ zeroshard plan` is test_numbers' and `$ zeroshard ckpt` test_ckpt's.
+COMPARED = {
+    ("README.md", "step 10  loss"): "tools/test_docs.test_the_first_screen_shows_what_its_program_prints",
+    ("diff.md", "$ zeroshard diff runs/right"): "tools/test_runlog.test_the_page_shows_what_the_command_prints",
+    ("diff.md", "$ zeroshard diff runs/new"): "tools/test_runlog.test_a_missing_no_sync_is_found",
+    ("diff.md", "runs/avx2"): "tools/test_traces.test_of_two_processors_the_first_module_that_differs_is_named",
+    ("one-process.md", ""): "tools/test_docs.test_ranks_in_one_process_print_what_the_page_shows",
+    ("replay.md", "zeroshard.errors.Corr"): "tools/test_docs.test_a_replay_says_what_its_page_shows",
+    (
+        "testing.md",
+        ">   ",
+    ): "tools/test_testing.test_a_failing_rank_is_named_with_its_traceback_and_what_each_rank_printed",
+    ("testing.md", "0.weight: element"): "tools/test_numbers.test_what_two_tensors_differ_in",
+    ("testing.md", "a bit moved"): "tools/test_testing.test_the_page_shows_what_is_said_of_a_bit_that_moved",
+    ("troubleshooting.md", "[rank 1]"): "tools/test_docs.test_ranks_in_one_process_print_what_the_page_shows",
+    ("trust.md", "zeroshard.errors.Peer"): "test_lost_ranks.test_the_page_shows_what_the_other_ranks_say",
+    ("tutorial.md", "[rank 0]"): "tools/test_docs.test_ranks_in_one_process_print_what_the_page_shows",
+    ("tutorial.md", "$ STEPS="): "tools/test_docs.test_the_tutorial_prints_what_it_shows",
+    (
+        "verify.md",
+        "$ zeroshard verify examples",
+    ): "tools/test_verify.test_the_gates_of_a_gpt_with_dropout_and_tied_weights",
+    ("verify.md", "$ zeroshard verify tests"): "tools/test_verify.test_the_page_shows_what_is_printed_of_a_difference",
+}
+# What a block begins with that is typed, not printed: commands, scripts, code.
+TYPED = re.compile(
+    r" *(zeroshard |zeroshard\.(?!errors)|torchrun |make |pip |python |fio |srun |export |#!|ZEROSHARD_|with |from |import |mesh = |def )"
+)
+DRAWN = {("architecture.md", "                     your model"), ("checkpoints.md", "step-1/"), ("diff.md", "+with ")}
+
+
+def outputs():
+    """Page and first line of each block that shows what a program prints. commands.md is made from the commands."""
+    for page in PAGES:
+        for language, text in pages.blocks(page):
+            typed = language in ("python", "py", "sh") or TYPED.match(text) or page.name == "commands.md"
+            if not typed and not any((page.name, text[: len(begins)]) == (name, begins) for name, begins in DRAWN):
+                yield page.name, text.partition("\n")[0]
+
+
+def test_every_shown_output_is_compared_with_todays():
+    """A new block goes into COMPARED, with a test that runs what it shows."""
+    found, used = [*outputs()], set()
+    for name, first in found:
+        if first.startswith(("$ zeroshard plan ", "$ zeroshard ckpt ")):
+            continue
+        by = [key for key in COMPARED if key[0] == name and first.startswith(key[1])]
+        assert len(by) == 1, (name, first)
+        used |= {*by}
+    assert used == {*COMPARED} and len(found) > 30
+    for test in COMPARED.values():
+        file, _, function = test.partition(".")
+        assert f"\ndef {function}(" in (ROOT / "tests" / f"{file}.py").read_text(), test
+
+
+@pytest.mark.parametrize("page", ["tutorial", "one-process", "troubleshooting"])
 def test_ranks_in_one_process_print_what_the_page_shows(page, tmp_path, monkeypatch, capsys):
     """Each block of text is what the snippet before it has printed."""
     monkeypatch.chdir(tmp_path)
@@ -234,6 +300,7 @@ def test_the_site_is_built_from_these_pages(tmp_path):
     assert built.returncode == 0, built.stdout + built.stderr
     api = (tmp_path / "site" / "api.html").read_text()
     assert "The dtype of each state." in api and 'id="zeroshard.Zero.save"' in api
+    assert "Arguments:" not in api and "draws the order of samples" in api  # fields are rows of tables
     assert (tmp_path / "site" / "source" / "examples" / "job.py.txt").exists()
     assert (tmp_path / "site" / "zero.html").exists()
     assert (tmp_path / "site" / "trust-table.html").exists()  # which the page of a step links

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import pages
 import ranks
 import zeroshard
 from zeroshard.cli.diff import _show_steps
@@ -165,13 +166,22 @@ def test_runs_of_other_engines_part_by_the_same_kinds(right, tmp_path, engine, m
 
 
 @pytest.mark.parametrize("engine", ["DDP", "FSDP2"])
-def test_a_missing_no_sync_is_found(tmp_path, engine):
+def test_a_missing_no_sync_is_found(tmp_path, engine, command, monkeypatch):
     """Two runs of one engine that differ in nothing else: each backward's sum is sent, or one for all of them."""
     for name in ("quiet", ""):
         ranks.run(2, on_ranks, tmp_path / (name or "each"), engine, name)
     found = part(read(tmp_path / "quiet"), read(tmp_path / "each"))
     assert found.kind == "no_sync"
     assert found.says.startswith(f"ranks add up after each backward in {tmp_path / 'each'}")
+    if engine == "FSDP2":  # docs/diff.md, of a larger model
+        runs = tmp_path / "runs"
+        runs.mkdir()
+        for name, told in (("each", "new"), ("quiet", "good")):
+            (tmp_path / name).rename(runs / told)
+        monkeypatch.chdir(tmp_path)
+        _, told, _ = command("diff", "runs/new", "runs/good")
+        block = pages.shown("diff.md", "$ zeroshard diff runs/new").partition("\n")[2]
+        assert pages.is_shown(block, told, pages.DIGITS, "ULPs?"), told
 
 
 def test_the_command_says_where_and_why(right, tmp_path, command):

@@ -17,6 +17,7 @@ from textwrap import dedent
 import pytest
 import torch
 
+import pages
 import zeroshard
 from zeroshard.testing import Recorded, assert_same_bits
 
@@ -358,6 +359,10 @@ def test_a_failing_rank_is_named_with_its_traceback_and_what_each_rank_printed(r
     assert "no rank could go on: rank 0 waits for barrier" in row["sections"]["Captured ranks call"]
     printed = row["sections"]["Captured stdout call"].splitlines()
     assert {f"[rank {rank}] hello from {rank}" for rank in (1,)} <= {*printed}
+    told = "\n".join([row["says"], *(text for parts in row["sections"].items() for text in parts)])
+    lines = [line for line in pages.shown("testing.md", ">           assert left").splitlines() if "----" not in line]
+    own = r"[0-9a-f]{16}", r"\d{5,}"  # the schedule and its seed, which come from the test's name
+    assert [line for line in lines if not pages.is_shown(line, told, *own)] == []
 
 
 def test_a_rank_that_hangs_is_ended_with_the_stacks_of_all(reports):
@@ -650,6 +655,20 @@ def test_a_log_that_is_written_anew_is_the_one_that_is_compared_with_then(tmp_pa
     assert "a bit moved" in now.compare(anew=False)
     assert now.compare(anew=True) is None and now.compare(anew=False) is None
     assert "a bit moved" in before.compare(anew=False)
+
+
+def test_the_page_shows_what_is_said_of_a_bit_that_moved(tmp_path, monkeypatch):
+    """Its own test, and then with the samples in reverse order."""
+    monkeypatch.chdir(tmp_path)
+    (snippet,) = (each for each in snippets() if "recorded.log(" in each)
+    scope = {"torch": torch, "pytest": pytest, "zeroshard": zeroshard}
+    kept = "recorded/test_it/test_training_keeps_its_bits-ranks2"
+    for folder, code in ((kept, snippet), ("now", snippet.replace("model(x)", "model(x.flip(0))"))):
+        exec(compile(code, "testing.md", "exec"), scope)
+        with zeroshard.world(2) as world:
+            world.run(scope["test_training_keeps_its_bits"], Recorded(kept, folder))
+    block = pages.shown("testing.md", "a bit moved")
+    assert pages.is_shown(block, Recorded(kept, "now").compare(anew=False), pages.DIGITS, r"\(0x.*?\)")
 
 
 def test_each_test_keeps_its_log_in_a_folder_of_its_own():

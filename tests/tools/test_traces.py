@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import pages
 import zeroshard
 from zeroshard.cli.main import app
 from zeroshard.errors import UserError
@@ -155,7 +157,7 @@ def on(kinds, kind, tmp_path):
     ("kinds", "kind", "named"),
     [(("default", "avx2"), "gelu", "GELU"), (("avx2", "avx512"), "softmax", "Softmax")],
 )
-def test_of_two_processors_the_first_module_that_differs_is_named(tmp_path, capsys, kinds, kind, named):
+def test_of_two_processors_the_first_module_that_differs_is_named(tmp_path, capsys, monkeypatch, kinds, kind, named):
     """The same job on two sets of instructions. The matrix product before it is MKL's, and has the same bits on both."""
     if not set(kinds) <= set(instructions()):
         pytest.skip(f"this processor has {instructions()}")
@@ -171,3 +173,8 @@ def test_of_two_processors_the_first_module_that_differs_is_named(tmp_path, caps
     shown = capsys.readouterr().out
     assert f"first call that differs: forward of 1 ({named}), call 0 of rank 0" in shown
     assert all(f", {each.upper()}" in shown for each in kinds)
+    if kind == "softmax":
+        monkeypatch.chdir(tmp_path)
+        Path("runs").symlink_to(tmp_path)
+        app(["diff", *(f"runs/{each}" for each in kinds)], standalone_mode=False)
+        assert pages.is_shown(pages.shown("diff.md", "runs/avx2"), capsys.readouterr().out, pages.DIGITS, "ULPs?")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import jobs
+import pages
 import ranks
 from zeroshard.cli import compare, launch, processor, reference, verify
 from zeroshard.cli.config import InputError
@@ -145,6 +146,14 @@ def test_the_gates_of_a_gpt_with_dropout_and_tied_weights(tmp_path):
     assert {each["format"] for each in found["results"]} == {
         each for each in formats if not (slow and each.startswith("bf16"))
     }
+
+
+@pytest.mark.full
+def test_the_page_shows_what_is_printed_of_a_difference():
+    block = pages.shown("verify.md", "$ zeroshard verify tests/jobs.py")
+    command, _, told = block.partition("\n")
+    done = run(*command.removeprefix("$ zeroshard ").split(), cwd=ROOT)
+    assert done.returncode == 1 and pages.is_shown(told, done.stdout), done.stdout
 
 
 @pytest.mark.full

@@ -128,8 +128,8 @@ def shard(
         init: initialises one module whose parameters were on meta (default: its `reset_parameters()`, then its model's
             `_init_weights(module)` where there is one, as in Hugging Face's models).
         optimizer_in_backward: each bucket is stepped inside `backward()` as its reduction lands, and its gradients'
-            memory is given back: a rank holds one bucket's gradients at a time, not its shard of all. The same bits;
-            no clipping, no scaling, one backward per step, which `optimizer.step()` then ends.
+            memory is given back: a rank holds one bucket's gradients instead of its whole shard. The same bits; no
+            clipping, no scaling, one backward per step, which `optimizer.step()` then ends.
 
     Raises `UserError` (a ValueError) for what cannot work, `PeerError` where the ranks do not agree. With `torchrun`
     (or any process group) every rank calls it; without a launcher it runs as one rank.

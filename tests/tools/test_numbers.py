@@ -310,7 +310,11 @@ def test_how_much_less_stage_3_holds():
 
 
 def test_what_a_stage_sends_is_said_in_bytes():
-    """README.md: of 7 B parameters in bf16 on 8 ranks, for one backward."""
+    """README.md and docs/choose-a-stage.md: of 7 B parameters in bf16 on 8 ranks, for one backward."""
     sent = [stage.traffic.total.sent / 1e9 for stage in zeroshard.plan(Model("7B"), Machine(ranks=8)).stages]
     said = f"sends {sent[0]:.2f}, {sent[1]:.2f}, {sent[2]:.2f} and {sent[3]:.2f} GB, as stage 0 sends averages in fp32"
     assert said in " ".join(page("README.md").split())
+    chosen = " ".join(page("docs/choose-a-stage.md").split())
+    assert said.partition(", as")[0] in chosen and 3 * sent[1] == pytest.approx(2 * sent[0])
+    fp32 = zeroshard.plan(Model("7B", preset="fp32"), Machine(ranks=8)).stages
+    assert fp32[0].traffic.total.sent == fp32[1].traffic.total.sent  # "as many bytes in fp32"

@@ -429,6 +429,7 @@ class Groups:
         self._for_saves = {**options, "timeout": max(LONGEST, options.get("timeout", LONGEST))}
         self._save_streams: dict[bool, Attended] = {}
         self.streams: list[Stream] = []
+        self.levelling: list[Stream] = []  # those that take part in a levelling: see `_add`
         self.engines: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by number, its `Group`
         # Models at a levelling, kept alive to its end, so that all ranks agree on which models are alive.
         self.alive: dict[int, tuple[Any, Any]] = {}
@@ -490,7 +491,7 @@ class Groups:
     def _use(self, made: Sequence[Any]) -> None:
         places = itertools.count()
         for at, (each, group) in enumerate(zip(self._wanted, made, strict=True)):
-            self.streams.append(Stream(group, each.members, queued=at in self.queues, lazy=each.lazy, places=places))
+            self._add(Stream(group, each.members, queued=at in self.queues, lazy=each.lazy, places=places))
         self._name(self._wanted)
         if self.queued:
             attend(self.watch, lambda: self._connect([made[at] for at in self.queues]), self._say_connecting)
@@ -562,7 +563,7 @@ class Groups:
             log.info("ranks send messages and share no memory: %s", why)
         self.shared = found
         self.sums += [len(self.streams) + at for at in range(1, len(found), 2)]
-        self.streams += found
+        self._add(*found)
 
     @staticmethod
     def _come_together(
@@ -723,10 +724,10 @@ class Groups:
         self._engines += 1
         return self._engines
 
-    @property
-    def levelling(self) -> list[Stream]:
-        """The streams that take part in a levelling: all but a save's behind the training, which goes on."""
-        return [stream for stream in self.streams if not stream.behind]
+    def _add(self, *streams: Stream) -> None:
+        """Add streams. All take part in a levelling, but a save's behind the training, which goes on."""
+        self.streams += streams
+        self.levelling += [stream for stream in streams if not stream.behind]
 
     def for_saves(self, *, behind: bool) -> Stream:
         """Return the control stream for saves, made once for each kind, even if an interrupt ends the wait for it."""
@@ -736,7 +737,7 @@ class Groups:
             )
         group = self._save_streams[behind].attend(self.watch)
         if all(group is not stream.group for stream in self.streams):
-            self.streams.append(Stream(group, self.control.members, behind=behind))
+            self._add(Stream(group, self.control.members, behind=behind))
         return next(stream for stream in self.streams if stream.group is group)
 
 

@@ -25,9 +25,11 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, tee
+from operator import methodcaller
 from typing import Any
 
 KEPT = 2048  # collectives that a rank remembers in each stream: others may be so far behind
+completed = methodcaller("is_completed")  # of a handle
 Launch = tuple[Any, ...]  # a verb and what it takes to join it; JSON-able
 
 
@@ -35,13 +37,10 @@ Launch = tuple[Any, ...]  # a verb and what it takes to join it; JSON-able
 InFlight = tuple[int, Launch, list[Any], int]
 
 
-def _numbered(flight: InFlight) -> tuple[int, Launch]:
-    return flight[:2]
-
-
 def prune(streams: Sequence[Stream]) -> None:
     for stream in streams:
-        stream.prune()
+        if stream._flights:
+            stream.prune()
 
 
 def let_go(streams: Sequence[Stream], engine: int) -> None:
@@ -83,8 +82,9 @@ class Stream:
 
     def launch(self, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
         """Launch a collective by `call`, a function of C, so that no signal comes between it and its number."""
-        self.prune()
-        handle = map(list, zip(map(call, *([arg] for arg in args)), strict=True))
+        if self._flights:
+            self.prune()
+        handle = map(list, zip(map(call, *zip(args, strict=True)), strict=True))
         flights, mine = tee(zip((self.count + 1,), (what,), handle, self._places, strict=False))
         self._flights.extend(flights)
         # If it is through by now, a signal's handler may have pruned it.
@@ -96,16 +96,16 @@ class Stream:
         A signal's handler may call it inside itself. It is not called at an object's end.
         """
         for flight in tuple(self._flights):
-            if not all(handle.is_completed() for handle in flight[2]):
+            if not all(map(completed, flight[2])):
                 return
             if not self._landed or self._landed[-1][0] < flight[0]:
-                self._landed.append(_numbered(flight))  # after an interrupt here it is in both, with one number
+                self._landed.append(flight[:2])  # after an interrupt here it is in both, with one number
             with contextlib.suppress(ValueError):  # a handler was faster
                 self._flights.remove(flight)
 
     def let_go(self, engine: int) -> None:
         for _, what, handle, _ in tuple(self._flights):
-            if what[1] == engine and all(each.is_completed() for each in handle):
+            if what[1] == engine and all(map(completed, handle)):
                 handle.clear()
 
     def discard(self) -> None:
@@ -116,7 +116,7 @@ class Stream:
     @property
     def last(self) -> list[Launch]:
         """The last launches (at most `KEPT`), the newest at the end."""
-        numbered = dict([*self._landed, *map(_numbered, tuple(self._flights))])
+        numbered = dict([*self._landed, *(flight[:2] for flight in tuple(self._flights))])
         return list(numbered.values())[-KEPT:]
 
     @property
@@ -135,7 +135,7 @@ class Stream:
     def order(self) -> list[tuple[int, int]]:
         """(number, place among the launches of all streams) of each collective under way. Read on any thread."""
         flights = tuple(self._flights)
-        return [(at, place) for at, _, handle, place in flights if not all(each.is_completed() for each in handle)]
+        return [(at, place) for at, _, handle, place in flights if not all(map(completed, handle))]
 
     def resume(self, group: Any, most: int) -> None:
         """Go on in `group`, now that nothing is under way, with numbers after `most`, the most of any rank."""

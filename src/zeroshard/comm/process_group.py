@@ -128,7 +128,7 @@ class ProcessGroup(Group):
 
     @property
     def launched(self) -> tuple[int, int]:
-        return sum(stream.count for stream in self._groups.levelling), self._groups.levellings
+        return sum([stream.count for stream in self._groups.levelling]), self._groups.levellings
 
     def level(self, why: str) -> None:
         self._link.level(why)

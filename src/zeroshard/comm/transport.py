@@ -30,6 +30,7 @@ from ..hooks import features, first
 from ..layout.limits import room
 from ..layout.partition import BucketPlan
 from ..layout.stage import ALONE, Seat
+from .launch_log import completed
 
 if TYPE_CHECKING:
     from .replicate_axis import Column
@@ -64,9 +65,7 @@ class Work:
         return self
 
     def done(self) -> bool:
-        return (self._after is None or self._after.is_completed()) and all(
-            handle.is_completed() for handle in self._handles
-        )
+        return (self._after is None or self._after.is_completed()) and all(map(completed, self._handles))
 
     def wait(self) -> None:
         since = time.perf_counter_ns()

@@ -20,9 +20,10 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from ...errors import StateError, without_own_lines
+from ...errors import PeerError, StateError
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
+_transforms, _mode = torch._C._functorch.peek_interpreter_stack, torch._C._get_dispatch_mode
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
@@ -42,17 +43,20 @@ def outside(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not (_dispatch_modes() or _function_modes() or transformed()):
-            return function(*args, **kwargs)
-        with unseen(), untransformed() if transformed() else contextlib.nullcontext():
-            return function(*args, **kwargs)
+        try:  # as `without_own_lines` does, and `transformed`: every hook comes here
+            if not (_dispatch_modes() or _function_modes() or _transforms() is not None or _mode(_PROXY) is not None):
+                return function(*args, **kwargs)
+            with unseen(), untransformed() if transformed() else contextlib.nullcontext():
+                return function(*args, **kwargs)
+        except PeerError as error:
+            raise error.with_traceback(None) from error.__cause__
 
-    return without_own_lines(call)
+    return call
 
 
 def transformed() -> bool:
     """Tell if a transform of `torch.func` runs (grad, vmap, jvp, ...), or one that records operations (linearize)."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_dispatch_mode(_PROXY) is not None
+    return _transforms() is not None or _mode(_PROXY) is not None
 
 
 @contextlib.contextmanager

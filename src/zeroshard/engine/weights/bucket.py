@@ -123,6 +123,8 @@ class Bucket:
         self.unnoted = False  # may graphs hold parameters themselves, instead of notes?
         self.gathered = Gathered(plan, params, self.dtype, tier)
         at = {state: resting.name for state, resting in self.tiers.items()}
+        self._off_device = not all(tier.on_device for tier in self.tiers.values())
+        self._meets = any(tier.meets for tier in self.tiers.values())
         self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
         self.parameters: Flat  # at rest; is `master` itself if only masters rest: `Cast`
         self.master: Flat | None = None
@@ -131,6 +133,7 @@ class Bucket:
         self.codec = codec(self)
         self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].on_device
         self._work: list[Work] = []
+        self._arrives = False  # has a gather begun that has not landed?
         self.users = users(tier.device)  # of the gathered copy
         self.starts = [slot.start for slot in plan.slots]
 
@@ -225,7 +228,7 @@ class Bucket:
     @property
     def by_itself(self) -> bool:
         """True if the bucket is stepped separately: a state rests off the device, or its masters rest split."""
-        return self.codec.alone or not all(tier.on_device for tier in self.tiers.values())
+        return self.codec.alone or self._off_device
 
     @property
     def upcast(self) -> bool:
@@ -307,6 +310,7 @@ class Bucket:
                     self._saved.watch(self)
                 self.users.begin(fresh=not kept)
                 self.land()
+                self._arrives = True  # before anything is on its way: an interrupt may come anytime
                 # Autograd must not see this write (`alias`): saved views of unchanged weights stay valid.
                 landing = self.codec.landing(in_use=kept)
                 work = self.parameters.redistribute(alias(landing))
@@ -314,6 +318,7 @@ class Bucket:
                 work.hold(landing)  # alias does not own it
             else:
                 self.users.begin(fresh=False)
+                self._arrives = True
                 work = self.parameters.redistribute()
             self.users.filled()
             self.gathered.arriving()
@@ -324,7 +329,7 @@ class Bucket:
         """Launch the gather that brings owners' updates of replicated parameters to every rank."""
         if self.resident:
             return self.gather()
-        self.gathered.current = False
+        self.gathered.current, self._arrives = False, True
         with torch.no_grad():
             self._work.append(self.parameters.redistribute())
         self.parameters.behind()
@@ -333,7 +338,7 @@ class Bucket:
     @property
     def meets(self) -> bool:
         """True if every rank must wait at the end of a step of this bucket until all ranks are there."""
-        return self.codec.agrees or any(tier.meets for tier in self.tiers.values())
+        return self.codec.agrees or self._meets
 
     def publish(self, *, overlap: bool) -> None:
         """Bring owners' updates of replicated parameters to every rank. overlap: do not wait for them to arrive."""
@@ -352,15 +357,15 @@ class Bucket:
 
     def land(self) -> None:
         """Wait for gathers under way, in the current stream too; then decode them."""
-        arrives = bool(self._work)
         while self._work:
             self._work[0].wait()
             self._work.pop(0)
         self.users.join()
-        if arrives:
+        if self._arrives:
             self.users.filled()
-        self.gathered.landed()
-        self.codec.decode()
+            self.gathered.landed()
+            self.codec.decode()
+            self._arrives = False
 
     def open(self) -> None:
         """Wait for the weights and make the parameters plain: no guard."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class Unit:
     @property
     def called_again(self) -> bool:
         """Tell if a module was called more than once: then its parameters may get gradients as often."""
-        return any(calls > 1 for calls in self.calls.values())
+        return max(self.calls.values(), default=0) > 1
 
     def called(self, module: nn.Module) -> None:
         self.calls[module] = self.calls.get(module, 0) + 1
@@ -95,14 +96,14 @@ class Unit:
     def backward_ended(self) -> None:
         self.calls = {module: calls - 1 for module, calls in self.calls.items() if calls > 1}
 
-    @property
+    @functools.cached_property
     def released(self) -> list[Bucket]:
         """The buckets that are gathered for use and released after it."""
         return [bucket for bucket in self.buckets if not bucket.resident]
 
     @property
     def ready(self) -> bool:
-        return all(bucket.ready for bucket in self.buckets)
+        return all(bucket.gathered.ready for bucket in self.buckets)
 
     def gather(self, *, wait: bool, ahead: bool = False) -> None:
         with profiled("gather", self.name):

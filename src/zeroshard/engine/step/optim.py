@@ -96,6 +96,7 @@ class Binding(Transaction):
         self.options = Options(optimizer, self._check_options)
         self._marks: int | None = None  # `_versions` when the running step was about to update; -1: it updates already
         self._updated: list[Bucket] = []  # what the running step updates
+        self._together: list[Bucket] = []  # of these, what is not stepped one by one
         self.edited: set[int] = set()  # buckets whose fragments were written to outside a step: the others must hear it
         self._skips = False  # does the running step pass over its update?
         self._lent = False  # does the closure run, which is the program's code?
@@ -317,9 +318,8 @@ class Binding(Transaction):
         def bound(*inner: Any, **options: Any) -> Any:
             self.gradients.uncalled.discard(self.number)
             with torch.no_grad(), unseen():
-                for bucket in self._updated:
-                    if not self._by_itself(bucket):
-                        self.alone.write_back(bucket)
+                for bucket in self._together:
+                    self.alone.write_back(bucket)
                 self._show(self.fragments)
             self._lent = True
             self._watch(False)
@@ -360,7 +360,7 @@ class Binding(Transaction):
         held = [fragment.param for fragment in self.fragments]
         states = [value for _, state in by_parameter(self.optimizer) for value in state.values()]
         counting = [each for each in (*held, *states) if isinstance(each, Tensor) and not each.is_inference()]
-        return len(states) + sum(each._version for each in counting)
+        return len(states) + sum([each._version for each in counting])
 
     def _nested(self) -> bool:
         """Tell if a running step of the same optimizer calls this one (`super().step()`: torch hooks both)."""
@@ -440,6 +440,7 @@ class Binding(Transaction):
         # The gradient exists on some rank, and the optimizer's groups show it: the program may clear either one.
         given = {which for which, entry in averages.entry_of.items() if which in shown and entry.number in having}
         one_by_one = [bucket for bucket in self._updated if self._by_itself(bucket)]
+        self._together = [bucket for bucket in self._updated if bucket not in one_by_one]
         self._marks = -1 if one_by_one else self._versions()
         try:
             with told(one_by_one):
@@ -454,9 +455,8 @@ class Binding(Transaction):
             for fragment in self.fragments:
                 fragment.param.grad = shown.get(id(fragment.param))
             raise
-        for bucket in self._updated:
-            if not self._by_itself(bucket):
-                averages.give(self.states.of(bucket), given)
+        for bucket in self._together:
+            averages.give(self.states.of(bucket), given)
 
     def _by_itself(self, bucket: Bucket) -> bool:
         """Tell if a bucket is stepped separately: offloaded ones, and, if the optimizer allows it, those whose step
@@ -485,9 +485,8 @@ class Binding(Transaction):
         self.edited |= replaced - {bucket.plan.index for bucket in self._updated}
         self.states.followed()
         self.gradients.uncalled.discard(self.number)
-        for bucket in self._updated:
-            if not self._by_itself(bucket):
-                self.alone.write_back(bucket)
+        for bucket in self._together:
+            self.alone.write_back(bucket)
         if any(bucket.meets for bucket in self._updated):
             self.group.meet("end of step", self.group.numbers[f"step {self.number}"], self.number)
         publish(self._updated, overlap=self.schedule.settings.overlap)

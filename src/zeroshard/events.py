@@ -117,7 +117,8 @@ class Ledger:
     def hold(self, state: str, nbytes: int, tier: str = DEVICE) -> None:
         """Count `nbytes` more (or, negative, fewer) bytes held for `state`."""
         with self._lock:
-            self._count_ended()
+            if self._ended:
+                self._count_ended()
             if nbytes:
                 self._count(state, nbytes, tier)
 

@@ -50,11 +50,12 @@ class Scratch(Generic[M]):
             self._taken.append((numel, dtype, taken))
         return taken
 
-    def give_back(self, memory: M | None) -> None:
-        """Return memory that was taken here; foreign memory and second returns are ignored."""
+    def give_back(self, memory: M | None) -> bool:
+        """Return memory that was taken here, and tell if it was: foreign memory and second returns are ignored."""
         if taken := [at for at, each in enumerate(self._taken) if each[2] is memory]:
             self._kept.append(self._taken.pop(taken[0]))
             self.trim(POOLED)  # more would pile up where no two buckets are of one size
+        return bool(taken)
 
     def give_back_all(self) -> None:
         for *_, memory in [*self._taken]:

@@ -180,8 +180,8 @@ class Sums(Flow[Sent, Tensor]):
 
     def _give_back(self, contribution: Contribution) -> None:
         for transient in (contribution.accumulator.aside, contribution.memory):
-            self.scratch.give_back(transient)
-            self.sends.give_back(transient)
+            if transient is not None and not self.scratch.give_back(transient):
+                self.sends.give_back(transient)
         contribution.accumulator.aside = contribution.memory = None
 
     def send(self, contribution: Contribution) -> None:

@@ -197,7 +197,7 @@ class Schedule:
             if unit is None or not frames or unit is frames[0].unit:
                 return True
             return all(each not in unit.modules for module in frames[0].unit.modules for each in module.modules())
-        return any(each.elsewhere() for each in self.transactions)
+        return any(each.call.elsewhere() for each in self.transactions if each.call is not None)
 
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """End a unit's forward, after its normal end or an exception."""

@@ -112,7 +112,7 @@ class GatherOrder:
                 return
 
     def _ahead(self) -> int:
-        return sum(unit.ahead > 0 for unit in self.units)
+        return sum([unit.ahead > 0 for unit in self.units])
 
     # --- after the sequence -----------------------------------------------------------------------------------------
 

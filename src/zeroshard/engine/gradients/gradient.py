@@ -49,7 +49,7 @@ class Gradients:
         self.made: dict[int, ShardedGrad] = {}  # by id of a parameter or fragment: what it shows as its gradient
         self.judged: Tensor | None = None  # a GradScaler's found_inf that already has all ranks' verdict
         self.foreseen = Foreseen()
-        self._answers: dict[float, Tensor] = {}
+        self._answers: dict[float, Sequence[Tensor]] = {}
 
     def add(self, bucket: Bucket) -> Accumulator:
         """Enter a bucket whose parameters receive gradients."""
@@ -217,8 +217,8 @@ class Gradients:
         self.keeper.recover()
         self.group.meet("a question about gradients", self.group.number("question"))
 
-    def norm(self, entry: Entry, order: float) -> Tensor:
-        """Return the norm of one parameter's whole gradient, 0-d fp32, the same on every rank."""
+    def norms(self, entry: Entry, order: float) -> Sequence[Tensor]:
+        """Return the norm of each whole gradient, 0-d fp32, the same on every rank. entry: one whose norm is asked."""
         if order not in self._answers:
             if not order > 0.0:
                 raise StateError(
@@ -229,16 +229,16 @@ class Gradients:
                     instead="norm_type=2.0, 1.0 or float('inf')",
                 )
             with self.asking():
-                self._answers[order] = norms(self, order)
+                self._answers[order] = norms(self, order).unbind()
             self.foreseen.asked(order)
         elif self.foreseen.used(order):
             self._edits.append(f"what a norm of order {order} decides")  # the step names a rank that did not ask
-        return self._answers[order][entry.number]
+        return self._answers[order]
 
     def foresee(self, wishes: set[int]) -> None:
         """Compute the norm that all ranks expect their programs to ask for, if they expect the same one."""
         if (order := self.foreseen.agreed(wishes)) is not None:
-            self._answers[order] = norms(self, order)
+            self._answers[order] = norms(self, order).unbind()
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -28,17 +29,18 @@ from .accumulator import Accumulator
 if TYPE_CHECKING:
     from .gradient import Gradients
 
-# Sums of blocks, of several buckets, that a device adds up in one go: a launch costs more than memory.
-_TOGETHER = 1 << 20
+# Sums of blocks, of several buckets, that are added up in one go: on a device a launch costs more than memory.
+_TOGETHER, _TOGETHER_HERE = 1 << 20, 1 << 12
 
 
 def norms(book: Gradients, order: float) -> Tensor:
     """Return the norm of each parameter's averaged gradient, 1-D fp32, on the parameters' device. Collective."""
     device, group, count = book.entries[0].param.device, book.group, len(book.entries)
     add = add_to_maxima if order == math.inf else add_to_bins
-    together = _TOGETHER if asynchronous(device) else 0
+    together = _TOGETHER if asynchronous(device) else _TOGETHER_HERE
     tallies = {device: _tally(count, order, device)}  # sums that rest in host memory have one there
     found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # (owners, block sums) not yet added up
+    waiting: Counter[torch.device] = Counter()  # the number of these sums
 
     def tally_up(accumulator: Accumulator) -> None:
         blocks = _blocks(accumulator)
@@ -48,8 +50,10 @@ def norms(book: Gradients, order: float) -> Tensor:
         if at not in tallies:
             tallies[at] = _tally(count, order, at)
         found.setdefault(at, []).append((blocks.owner, sums))
-        if sum(len(owner) for owner, _ in found[at]) > together:
+        waiting[at] += sums.numel()
+        if waiting[at] > together:
             add(tallies[at], *_joined(found.pop(at)))
+            waiting[at] = 0
 
     for accumulator in _filled(book):
         book.hold(accumulator, functools.partial(tally_up, accumulator), changed=False)

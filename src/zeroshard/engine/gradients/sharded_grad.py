@@ -50,8 +50,8 @@ class Book(Protocol):
     uncalled: set[int]  # numbers of optimizers that are in a step and have not called its closure yet
     refuse: Callable[[str, object], StateError] | None  # makes the error if backward uses gradients up
 
-    def norm(self, entry: Entry, order: float) -> Tensor:
-        """Return the norm of one parameter's whole gradient, 0-d fp32, the same on every rank."""
+    def norms(self, entry: Entry, order: float) -> Sequence[Tensor]:
+        """Return the norm of each whole gradient, 0-d fp32, the same on every rank. entry: one whose norm is asked."""
 
     def full(self, entry: Entry) -> Tensor:
         """Gather the whole averaged gradient of one parameter, on every rank."""
@@ -349,7 +349,7 @@ def _norm(
     several = what if isinstance(what, (list, tuple)) else [what]
     grads = [grad for grad in several if isinstance(grad, ShardedGrad)]
     for grad in grads:
-        if grad._is_part:
+        if grad._elements is not None and grad._is_part:
             raise StateError(
                 "the norm of an optimizer's fragment is only a part of its parameter's",
                 where=f"gradient of {grad._entry.slot.name!r}",
@@ -362,9 +362,12 @@ def _norm(
             got=f"dim={dim}",
             instead="p.grad.full_tensor().norm(dim=...) on every rank",
         )
-    entries = iter(_entries(grads))
+    answers: dict[Any, Sequence[Tensor]] = {}  # by book: one question for all gradients
+    for grad, entry in zip(grads, _entries(grads), strict=True):
+        if grad._weak_book not in answers:
+            answers[grad._weak_book] = grad._book.norms(entry, float(order))
     norms = [
-        grad._book.norm(next(entries), float(order))
+        answers[grad._weak_book][grad._number]
         if isinstance(grad, ShardedGrad)
         else torch.linalg.vector_norm(grad, order, dtype=dtype)
         for grad in several
@@ -423,9 +426,10 @@ _FOREACH = {
 def _entries(grads: Sequence[ShardedGrad]) -> list[Entry]:
     """Return the entries of gradients, as `_current` does, in one go."""
     with torch._C.DisableTorchFunctionSubclass():
-        known = [(grad, grad._book, grad._entry) for grad in grads]
+        known = [(grad, grad._weak_book() or grad._book) for grad in grads]
         return [
-            entry if book.refuse is None and entry.param.grad is grad else grad._current for grad, book, entry in known
+            entry if book.refuse is None and (entry := book.entries[grad._number]).param.grad is grad else grad._current
+            for grad, book in known
         ]
 
 
@@ -438,25 +442,29 @@ def _scale_buckets(func: Any, grads: Sequence[Any], *numbers: Any, **kwargs: Any
     (number,) = numbers
     if isinstance(number, Tensor) and (isinstance(number, ShardedGrad) or number.dim()):
         return done
-    whole = [grad for grad in grads if isinstance(grad, ShardedGrad) and not grad._is_fragment]
-    of: dict[int, list[ShardedGrad]] = {}
+    whole = [grad for grad in grads if isinstance(grad, ShardedGrad) and grad._elements is None]
+    of: dict[int, list[tuple[int, ShardedGrad]]] = {}
     for grad, entry in zip(whole, _entries(whole), strict=True):
-        of.setdefault(id(entry.accumulator), []).append(grad)
+        of.setdefault(id(entry.accumulator), []).append((entry.number, grad))
+    ready: Any = None  # the book whose gradients are ready for edits
     for group in of.values():
-        book, accumulator = group[0]._book, group[0]._entry.accumulator
-        if sorted(grad._number for grad in group) != sorted(entry.number for entry in accumulator.entries):
+        book = group[0][1]._book
+        accumulator = book.entries[group[0][0]].accumulator
+        if sorted([at for at, _ in group]) != [entry.number for entry in accumulator.entries]:
             continue
-        book.note_edit(func.__name__, number)
-
-        def edit(book: Book = book, accumulator: Accumulator = accumulator) -> None:
+        if book is not ready:
+            ready = book
+            book.note_edit(func.__name__, number)
             book.keeper.flush()
             book.forget_answers()
+
+        def edit(book: Book = book, accumulator: Accumulator = accumulator) -> None:
             accumulator.edit()
-            here = book.in_host_memory(number) if isinstance(number, Tensor) and accumulator.own.is_cpu else number
-            func(accumulator.own, here)
+            own = accumulator.own
+            func(own, book.in_host_memory(number) if isinstance(number, Tensor) and own.is_cpu else number)
 
         book.hold(accumulator, edit)
-        done |= set(map(id, group))
+        done |= {id(grad) for _, grad in group}
     return done
 
 

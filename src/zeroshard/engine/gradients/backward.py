@@ -80,9 +80,9 @@ class Backward(Transaction):
         return f"an exception ended backward {self.group.numbers['backward']}"
 
     @property
-    def _callback(self) -> Callable[[], None] | None:
-        """The callback that ends the backward; None if autograd dropped it because an exception ended the backward."""
-        return None if self._ending is None else self._ending()
+    def _goes_on(self) -> bool:
+        """True if it has begun and autograd holds the callback that ends it, which an exception would have dropped."""
+        return self._task is not None and self._ending is not None and self._ending() is not None
 
     def hook_gradients(self) -> None:
         """Watch every trainable parameter's gradient. Called again after parameters were unfrozen."""
@@ -112,7 +112,7 @@ class Backward(Transaction):
 
     def event(self, *_: Any) -> None:
         """Begin the backward at its first event, whatever that is."""
-        if self.begun and self._callback is not None:
+        if self._goes_on:
             return
         if backward_is_compiled():
             raise StateError(
@@ -164,9 +164,10 @@ class Backward(Transaction):
 
     def _after_accumulation(self, number: int, param: nn.Parameter) -> None:
         """Reduce a parameter's gradient. It is complete, unless another (nested) backward adds to it."""
-        self.group.hear_crossed()
+        if self.group.crossed is not None:
+            self.group.hear_crossed()
         aside = None
-        if not self.begun or self._callback is None:
+        if not self._goes_on:
             aside = self.gradients.set_aside(number)
             self.event()
         contribution = self.reduction.of_entry[number]
@@ -208,7 +209,7 @@ class Backward(Transaction):
         if node is not None:
             # The end of a nested backward: come back when the node that runs it is through.
             handles: list[Any] = []
-            end = self._callback or weak(self._end)
+            end = (self._ending and self._ending()) or weak(self._end)
 
             def again(*_: Any) -> None:
                 handles.pop().remove()
@@ -240,7 +241,7 @@ class Backward(Transaction):
 
     def left(self) -> bool:
         # The call alone does not tell: on a device, hooks run on a thread of autograd's, which has no call of backward.
-        return self.begun and self._callback is None and super().left()
+        return self.begun and not self._goes_on and super().left()
 
     def abandon(self) -> None:
         if self.begun:

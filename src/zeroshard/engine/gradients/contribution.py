@@ -96,7 +96,7 @@ class Contribution:
         if self.state is not ContributionState.KEPT:
             self.move(ContributionState.ABSENT)
         self.received.clear()
-        self.hold = False
+        self.hold = self.unit.called_again or (self.most or 0) > 1
         for entry in self.entries if self.sources > 1 else ():
             self._division.forget(entry.param)
         with torch._C.DisableTorchFunctionSubclass():
@@ -150,20 +150,23 @@ class Contribution:
 
     def places(self, position: int) -> list[Tensor]:
         """Return each source's place for the gradient of one slot, in its parameter's shape and strides."""
+        return [self._place(position, source) for source in range(self.sources)]
+
+    def _place(self, position: int, source: int) -> Tensor:
         assert self.memory is not None
         slot, strides = self.plan.slots[position], self.bucket.gathered.strides[position]
-        starts = [slot.start + source * self.plan.numel for source in range(self.sources)]
-        return [self.memory.as_strided(slot.shape, strides, start) for start in starts]
+        return self.memory.as_strided(slot.shape, strides, slot.start + source * self.plan.numel)
 
     def add(self, entry: Entry, grad: Tensor) -> None:
         """Add one gradient of a parameter, or write it if none was there."""
-        again = self.received[entry.position] > 1 or self.local
-        for place, each in zip(self.places(entry.position), self._division.parts(entry.param, grad), strict=True):
-            if again:
-                place.add_(each)
-            else:
-                place.copy_(each)
-        self.missing.discard(entry.position)
+        position = entry.position
+        write = Tensor.add_ if self.received[position] > 1 or self.local else Tensor.copy_
+        if self.sources == 1:
+            write(self._place(position, 0), grad)
+        else:
+            for place, each in zip(self.places(position), self._division.parts(entry.param, grad), strict=True):
+                write(place, each)
+        self.missing.discard(position)
 
     def zero(self, position: int) -> None:
         """Zero the gradient of one slot."""
@@ -171,16 +174,15 @@ class Contribution:
             place.zero_()
 
 
-def check_dense(grad: Tensor, name: str) -> None:
-    """Refuse a gradient that is not dense (`torch.strided`)."""
-    if grad.layout is not torch.strided:
-        raise StateError(
-            "sparse gradients cannot be sharded",
-            where=f"parameter {name!r}",
-            expected="a dense gradient",
-            got=str(grad.layout),
-            instead="nn.Embedding(..., sparse=False)",
-        )
+def not_dense(grad: Tensor, name: str) -> StateError:
+    """Make the error for a gradient that is not dense (`torch.strided`)."""
+    return StateError(
+        "sparse gradients cannot be sharded",
+        where=f"parameter {name!r}",
+        expected="a dense gradient",
+        got=str(grad.layout),
+        instead="nn.Embedding(..., sparse=False)",
+    )
 
 
 def second_gradient(names: list[str], first: str, or_else: str) -> StateError:

@@ -37,7 +37,7 @@ from ...tiers.tier import DeviceTier
 from ..weights.bucket import Bucket
 from ..weights.unit import profiled
 from .accumulator import Accumulator, Entry
-from .contribution import Contribution, ContributionState, check_dense, second_gradient
+from .contribution import Contribution, ContributionState, not_dense, second_gradient
 from .gradient import Gradients
 from .sharded_grad import ShardedGrad
 from .subscriber import Subscriber
@@ -141,7 +141,7 @@ class Reduction:
             if not contribution.accumulator.filled:
                 contribution.accumulator.divisor = self.divisor
             # No early update: backward may still need the bucket's frozen parameters, which must not change before.
-            contribution.hold = not (self.sums.apart or contribution.all_wanted)
+            contribution.hold |= not (self.sums.apart or contribution.all_wanted)
         for each in self.subscribers:
             each.begin()
         self._hidden = self.gradients.take(kept)
@@ -172,19 +172,19 @@ class Reduction:
             if grad is None or isinstance(grad, ShardedGrad):
                 return False  # the hook fires also when nothing was added
             param.grad = None
-        check_dense(grad, entry.slot.name)
+        if grad.layout is not torch.strided:
+            raise not_dense(grad, entry.slot.name)
         if self.silent:
             return False
         received = contribution.received
         received[entry.position] = received.get(entry.position, 0) + 1
-        if contribution.launched:
-            self._again.append(entry)
-            return False
-        self.sums.room(contribution, local=self._local)
+        if contribution.state is not ContributionState.FILLING:
+            if contribution.launched:
+                self._again.append(entry)
+                return False
+            self.sums.room(contribution, local=self._local)
         contribution.add(entry, grad.detach() if grad.requires_grad else grad)  # it does under create_graph=True
-        most = contribution.most
-        if contribution.unit.called_again or (nested and most != 1) or (most or 0) > 1:
-            contribution.hold = True
+        contribution.hold |= nested and contribution.most != 1
         if not contribution.missing and not self._local:
             self._send_ready()
         return True

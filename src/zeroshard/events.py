@@ -155,8 +155,9 @@ class Ledger:
 
     def _note_peak(self) -> None:
         self._most = self._total
-        if self._most > self.phases.get(self.phase, Peak(0, {})).total:
-            self.phases[self.phase] = Peak(self._total, {state: n for state, n in self.tiers[DEVICE].items() if n})
+        phase = self.phase
+        if self._most > (self.phases[phase].total if phase in self.phases else 0):
+            self.phases[phase] = Peak(self._total, {state: n for state, n in self.tiers[DEVICE].items() if n})
 
     # --- phases -----------------------------------------------------------------------------------------------------
 

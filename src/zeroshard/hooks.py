@@ -191,6 +191,12 @@ def features() -> tuple[Feature, ...]:
     return tuple(importlib.import_module(f"{__package__}.{name}").FEATURE for name in here)
 
 
+@functools.cache
+def answering(hook: str) -> tuple[Feature, ...]:
+    """List the features that have a hook of this name of their own."""
+    return tuple(each for each in features() if getattr(type(each), hook) is not getattr(Feature, hook))
+
+
 def check_present(settings: Settings) -> None:
     """Refuse settings that ask for a feature whose file is not here."""
     for name, (_, asks) in FILES.items():

@@ -64,7 +64,8 @@ class Link:
 
     def launch(self, stream: Stream, what: Launch, call: Callable[..., Any], *args: Any) -> Any:
         """Launch a collective by a function of C with its arguments. what: describes it, so that others can join."""
-        refuse_forked(self.process, self.rank)
+        if os.getpid() != self.process:
+            refuse_forked(self.process, self.rank)
         if not dist.is_initialized():
             raise StateError(
                 "the process group is gone",
@@ -94,7 +95,8 @@ class Link:
     def wait(self, verb: str, bucket: int | None, handle: Any, *, queued: bool = False, ahead: bool = False) -> None:
         """Wait for a collective. queued: it runs in a device's queue. For buckets, and for what may go `ahead`, only
         the queue waits; for all else this thread waits."""
-        refuse_forked(self.process, self.rank)
+        if os.getpid() != self.process:
+            refuse_forked(self.process, self.rank)
         levels = self.groups.gathers.levels
         if levels is not None and not self.behind and verb not in ("gather", "share"):
             levels.settle()  # launch second levels of gathers: another rank may wait for them before it comes here

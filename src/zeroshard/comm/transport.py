@@ -75,8 +75,9 @@ class Work:
             self._handles.pop(0)
         if self._after is not None:
             self._after.wait()
-        self.stood_still(since)
-        ends(self._event)
+        if self._event is not None:
+            self.stood_still(since)
+            ends(self._event)
         self._held = None
         _holding.pop(self, None)
         if self._over is not None:
@@ -122,6 +123,9 @@ class Team:
         self.seat = seat
         self.position = seat.position
         self.size = seat.size
+        # The number of contributions to this rank's shard that a reduction brings. This rank's own stays in the sent
+        # tensor if it lies at either end of it, because what is sent must be contiguous. Elsewhere it is copied too.
+        self.arriving = self.size - (self.position in (0, self.size - 1))
         self.memory: Exchange | None = None  # lets its ranks read each other's memory
         self.queued = False  # does a device's queue wait for collectives, and not a thread?
         # Gathers a bucket if each rank has only a part of its shard: `features/two_level.py`.
@@ -140,7 +144,7 @@ class Team:
         sent, received = own * (self.size - 1), nbytes - own
         event = self.count("gather", nbytes, sent, received, state, plan.index)
         handles = self._gather(full, plan, state)
-        work = Work(handles, event, lambda handle: self.wait("gather", plan.index, handle))
+        work = Work(handles, event, functools.partial(self.wait, "gather", plan.index))
         if self.shares:
             work.lends(self.ledger, own)
         return work
@@ -148,15 +152,6 @@ class Team:
     def messages(self, tier: Any) -> Any:
         """Return the memory that messages are taken from: the tier's, or memory that other ranks can read."""
         return tier
-
-    @property
-    def arriving(self) -> int:
-        """The number of contributions to this rank's shard that a reduction brings.
-
-        This rank's own contribution stays in the sent tensor if it lies at either end of it, because what is sent must
-        be contiguous. Elsewhere it is copied like the others.
-        """
-        return self.size - (self.position in (0, self.size - 1))
 
     @property
     def room(self) -> int:
@@ -222,7 +217,7 @@ class Team:
         return count(self.ledger, self.size, verb, nbytes, sent, received, state, bucket)
 
     def _reduction(self, handles: list[Any], event: Event | None, plan: BucketPlan) -> Work:
-        return Work(handles, event, lambda handle: self.wait("reduce", plan.index, handle), shares=self.shares)
+        return Work(handles, event, functools.partial(self.wait, "reduce", plan.index), shares=self.shares)
 
     def _broadcast(self, tensor: Tensor, position: int) -> list[Any]:
         return []

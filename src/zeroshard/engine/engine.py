@@ -20,7 +20,7 @@ from ..comm.mesh import connect
 from ..device import asynchronous
 from ..errors import PeerError, StateError, UserError
 from ..events import Ledger
-from ..hooks import check_present, editing, features, first
+from ..hooks import answering, check_present, editing, features, first
 from ..layout.partition import BucketPlan, Slot
 from ..layout.states import Formats, placements
 from ..policies.comm import Comm
@@ -249,7 +249,7 @@ class Engine:
             binding.follow_groups()
 
     def check_edits(self) -> None:
-        for feature in features():
+        for feature in answering("check_edits"):
             feature.check_edits(self.buckets, self.group)
 
     def _notice_edits_of_structure(self, *, called: bool = False) -> None:
@@ -321,7 +321,7 @@ class Engine:
 
     def steps(self) -> Sequence[Transaction]:
         steps = [each.step for each in self.reduction.subscribers]
-        return [*self.bindings, *(step for step in steps if step is not None)]
+        return [*self.bindings, *[step for step in steps if step is not None]]
 
     def boundary(self) -> None:
         """Save, if a signal was heard, at the first training forward after a step, just before that forward begins."""

@@ -66,6 +66,7 @@ class Contribution:
 
     def __init__(self, accumulator: Accumulator, unit: Unit, codec: Message, division: Division) -> None:
         self.accumulator = accumulator
+        self.entries = accumulator.entries
         self.bucket: Bucket = accumulator.bucket
         self.plan = accumulator.plan
         self.unit = unit
@@ -80,10 +81,6 @@ class Contribution:
         self.all_wanted = True  # does every parameter want a gradient?
         self.hold = False  # more gradients may come: send it at the end
         self.most: int | None = None  # the most gradients of one slot in the last backward; None before the first
-
-    @property
-    def entries(self) -> list[Entry]:
-        return self.accumulator.entries
 
     # --- its life ---------------------------------------------------------------------------------------------------
 

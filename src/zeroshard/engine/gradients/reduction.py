@@ -149,7 +149,7 @@ class Reduction:
     def _notice_cleared(self, contribution: Contribution, kept: set[int]) -> None:
         """Zero the sums of gradients that the user cleared since, singly or all together."""
         accumulator, entries = contribution.accumulator, self._summed(contribution)
-        if not any(entry.number in kept for entry in entries):
+        if not (kept and any(entry.number in kept for entry in entries)):
             self.gradients.hide(entries)
             accumulator.clear()
             self.sums.drop(contribution)
@@ -315,7 +315,7 @@ class Reduction:
         # Buckets that had a gradient on no rank go last next time, so that they do not hold the others back.
         self.order = sorted(self.contributions, key=lambda index: (index not in with_gradient, -index))
         self.gradients.put_back(self._hidden, got)  # autograd.grad(), for one, takes gradients without adding them
-        self.gradients.show(entry for entry in self.gradients.entries if got[entry.number])
+        self.gradients.show([entry for entry in self.gradients.entries if got[entry.number]])
         for each in self.subscribers:
             each.ended()
 

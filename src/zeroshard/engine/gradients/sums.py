@@ -26,7 +26,7 @@ from ...arithmetic.sums import divides_exactly, fold, simulated
 from ...comm.agreement import Group
 from ...comm.reduce_pipeline import Flow, Memory, Scratch
 from ...comm.transport import Work
-from ...device import DeviceEvent, asynchronous, behind, event
+from ...device import DeviceEvent, asynchronous, behind, event, streams
 from ...errors import TierError
 from ...layout.limits import LEAVING
 from ...policies.comm import Comm
@@ -138,6 +138,7 @@ class Sums(Flow[Sent, Tensor]):
         sends = group.team.messages(tier) if group.team.shares else None
         super().__init__(self._memory, sends, group.team.seat.waiting)
         self.group = group
+        self._streams = streams(tier.device)
         self.native = settings.reduce == "native"
         self._sends_values = settings.reduce == "ordered" and group.ranks > 1
         self._subscribers = subscribers
@@ -310,7 +311,7 @@ class Sums(Flow[Sent, Tensor]):
 
     def _beside(self) -> contextlib.AbstractContextManager[None]:
         """Launch the block's work in the stream of sums, unless averages are used as they come."""
-        return self._memory.beside() if self.apart else contextlib.nullcontext()
+        return self._memory.beside() if self.apart and self._streams else contextlib.nullcontext()
 
     def join(self) -> None:
         """Let what the program launches from now on come after all sums."""

@@ -202,10 +202,10 @@ class Schedule:
     def leave(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """End a unit's forward, after its normal end or an exception."""
         refused = not backward_is_running() and self._elsewhere(unit)
-        if not refused and self.forward.has(unit):  # else it was refused before it began
+        if not refused and (running := self.forward.of(unit)):  # else it was refused before it began
             # After a lost collective there is nothing to wait for, and the error being raised has said so.
             with contextlib.suppress(PeerError) if self.group.lost else contextlib.nullcontext():
-                if (look := self.forward.innermost(unit).look) is not None:
+                if (look := running[-1].look) is not None:
                     self.written.end(look)
                 frame = self.forward.unwind(unit)
                 if not (frame.again or self.forward.frames):

@@ -20,7 +20,6 @@ Indices are the bucket's own everywhere: no caller needs to know where a Flat be
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -99,14 +98,12 @@ class Flat:
         """Tell if it is in pinned memory, which the device copies asynchronously."""
         return self.rest.pinned
 
-    @contextlib.contextmanager
-    def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
+    def here(self, *, changed: bool = True, fresh: bool = False) -> contextlib.AbstractContextManager[Tensor]:
         """Bring `tensor` to memory for the block; afterwards what was `changed` in it is kept. May nest.
 
         fresh: all of it will be written, so what rests need not be brought.
         """
-        with self.rest.here(changed=changed, fresh=fresh) as tensor:
-            yield tensor
+        return self.rest.here(changed=changed, fresh=fresh)
 
     def ahead(self) -> None:
         """Begin to bring it to memory, because it will soon be used."""

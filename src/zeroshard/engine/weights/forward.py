@@ -63,13 +63,10 @@ class Forward(Transaction):
     def kind(self) -> str:
         return "forward" if self.grad else "forward without grad"
 
-    def has(self, unit: Unit) -> bool:
-        """Tell if a forward of this unit runs on this thread."""
-        return any(frame.unit is unit and frame.thread == threading.get_ident() for frame in self.frames)
-
-    def innermost(self, unit: Unit) -> Frame:
-        """Return the innermost forward of a unit; there is one."""
-        return next(frame for frame in reversed(self.frames) if frame.unit is unit)
+    def of(self, unit: Unit) -> list[Frame]:
+        """Return this unit's forwards that run on this thread, the innermost last."""
+        thread = threading.get_ident()
+        return [frame for frame in self.frames if frame.unit is unit and frame.thread == thread]
 
     def begin(self, frame: Frame) -> None:
         """Begin a forward inside the running ones. On another thread it must be of a submodule of the innermost one."""

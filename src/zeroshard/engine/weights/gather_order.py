@@ -51,7 +51,7 @@ class GatherOrder:
 
     def demand(self, unit: Unit) -> None:
         """Launch the gather of a unit that this rank needs now, unless it was launched before; and prefetch others."""
-        if not unit.released or (unit.ready and not unit.ahead):
+        if not unit.released or (not unit.ahead and unit.ready):
             return
         with self.group.as_one():
             if not (unit.ahead and unit.ready):

@@ -155,8 +155,7 @@ class Ledger:
 
     def _note_peak(self) -> None:
         self._most = self._total
-        phase = self.phase
-        if self._most > (self.phases[phase].total if phase in self.phases else 0):
+        if self._most > (self.phases[phase].total if (phase := self.phase) in self.phases else 0):
             self.phases[phase] = Peak(self._total, {state: n for state, n in self.tiers[DEVICE].items() if n})
 
     # --- phases -----------------------------------------------------------------------------------------------------

@@ -320,8 +320,7 @@ class Engine:
                 yield binding.optimizer, group, [(p.bucket.plan, p.bucket.plan.slots[p.position]) for p in places]
 
     def steps(self) -> Sequence[Transaction]:
-        steps = [each.step for each in self.reduction.subscribers]
-        return [*self.bindings, *[step for step in steps if step is not None]]
+        return [*self.bindings, *filter(None, [each.step for each in self.reduction.subscribers])]
 
     def boundary(self) -> None:
         """Save, if a signal was heard, at the first training forward after a step, just before that forward begins."""

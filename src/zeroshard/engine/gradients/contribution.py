@@ -93,7 +93,8 @@ class Contribution:
         if self.state is not ContributionState.KEPT:
             self.move(ContributionState.ABSENT)
         self.received.clear()
-        self.hold = self.unit.called_again or (self.most or 0) > 1
+        # A module that was called more than once may give its parameters as many gradients.
+        self.hold = max([self.most or 0, *self.unit.calls.values()]) > 1
         for entry in self.entries if self.sources > 1 else ():
             self._division.forget(entry.param)
         with torch._C.DisableTorchFunctionSubclass():
@@ -145,11 +146,8 @@ class Contribution:
 
     # --- its elements -----------------------------------------------------------------------------------------------
 
-    def places(self, position: int) -> list[Tensor]:
-        """Return each source's place for the gradient of one slot, in its parameter's shape and strides."""
-        return [self._place(position, source) for source in range(self.sources)]
-
     def _place(self, position: int, source: int) -> Tensor:
+        """Return a source's place for the gradient of one slot, in its parameter's shape and strides."""
         assert self.memory is not None
         slot, strides = self.plan.slots[position], self.bucket.gathered.strides[position]
         return self.memory.as_strided(slot.shape, strides, slot.start + source * self.plan.numel)
@@ -158,17 +156,14 @@ class Contribution:
         """Add one gradient of a parameter, or write it if none was there."""
         position = entry.position
         write = Tensor.add_ if self.received[position] > 1 or self.local else Tensor.copy_
-        if self.sources == 1:
-            write(self._place(position, 0), grad)
-        else:
-            for place, each in zip(self.places(position), self._division.parts(entry.param, grad), strict=True):
-                write(place, each)
+        for source, part in enumerate((grad,) if self.sources == 1 else self._division.parts(entry.param, grad)):
+            write(self._place(position, source), part)
         self.missing.discard(position)
 
     def zero(self, position: int) -> None:
         """Zero the gradient of one slot."""
-        for place in self.places(position):
-            place.zero_()
+        for source in range(self.sources):
+            self._place(position, source).zero_()
 
 
 def not_dense(grad: Tensor, name: str) -> StateError:

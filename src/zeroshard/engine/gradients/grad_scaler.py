@@ -41,11 +41,11 @@ def unscale(book: Gradients, grads: Sequence[Any], found_inf: Tensor, inv_scale:
         for fragment in fragments[:1]:  # both tensors must be on the device where the accumulator rests
             unscale_(fragments, found_inf.to(fragment.device), inv_scale.to(fragment.device))
 
-    for accumulator, together in _by_accumulator((grad._entry, grad) for grad in grads):
+    for accumulator, together in by_accumulator((grad._entry, grad) for grad in grads):
         book.hold(accumulator, functools.partial(unscale_all, together))
 
 
-def _by_accumulator(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
+def by_accumulator(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
     """Group pairs (entry, value) by the sum that the entry adds to. Return [(accumulator, its entries' values)]."""
     found: dict[int, tuple[Any, list[Any]]] = {}
     for entry, each in pairs:
@@ -62,6 +62,6 @@ def _finite(book: Gradients, entries: Sequence[Any]) -> bool:
         if any(fragment.numel() for fragment in fragments):
             found.setdefault(fragments[0].device, []).append(finite(fragments))
 
-    for accumulator, together in _by_accumulator((entry, entry) for entry in entries):
+    for accumulator, together in by_accumulator((entry, entry) for entry in entries):
         book.hold(accumulator, functools.partial(look_at, together), changed=False)
     return book.group.failed is None and all(bool(ask(torch.stack(flags).all())) for flags in found.values())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -40,7 +39,6 @@ def norms(book: Gradients, order: float) -> Tensor:
     together = _TOGETHER if asynchronous(device) else _TOGETHER_HERE
     tallies = {device: _tally(count, order, device)}  # sums that rest in host memory have one there
     found: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # (owners, block sums) not yet added up
-    waiting: Counter[torch.device] = Counter()  # the number of these sums
 
     def tally_up(accumulator: Accumulator) -> None:
         blocks = _blocks(accumulator)
@@ -50,10 +48,8 @@ def norms(book: Gradients, order: float) -> Tensor:
         if at not in tallies:
             tallies[at] = _tally(count, order, at)
         found.setdefault(at, []).append((blocks.owner, sums))
-        waiting[at] += sums.numel()
-        if waiting[at] > together:
+        if sums.numel() * len(found[at]) > together:
             add(tallies[at], *_joined(found.pop(at)))
-            waiting[at] = 0
 
     for accumulator in _filled(book):
         book.hold(accumulator, functools.partial(tally_up, accumulator), changed=False)

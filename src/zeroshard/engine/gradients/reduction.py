@@ -129,8 +129,7 @@ class Reduction:
 
     def begin(self, kept: set[int], *, local: bool) -> None:
         """Start counting. kept: from `kept`. local: under no_sync, contributions are added up here and not sent."""
-        self._local, self._next, self._pauses, self._got = local, 0, True, b""
-        self._late = False
+        self._local, self._next, self._pauses, self._late, self._got = local, 0, True, False, b""
         self.group.begun_sums(0)
         self._again.clear()
         self.gradients.forget_answers()

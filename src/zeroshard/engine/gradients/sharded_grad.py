@@ -20,7 +20,7 @@ from ...errors import StateError, without_own_lines
 from ...layout.shard_dim import Elements
 from ..weights.guard import not_given
 from .accumulator import Accumulator, Entry
-from .grad_scaler import unscale
+from .grad_scaler import by_accumulator, unscale
 
 aten = torch.ops.aten
 
@@ -443,28 +443,22 @@ def _scale_buckets(func: Any, grads: Sequence[Any], *numbers: Any, **kwargs: Any
     if isinstance(number, Tensor) and (isinstance(number, ShardedGrad) or number.dim()):
         return done
     whole = [grad for grad in grads if isinstance(grad, ShardedGrad) and grad._elements is None]
-    of: dict[int, list[tuple[int, ShardedGrad]]] = {}
-    for grad, entry in zip(whole, _entries(whole), strict=True):
-        of.setdefault(id(entry.accumulator), []).append((entry.number, grad))
-    ready: Any = None  # the book whose gradients are ready for edits
-    for group in of.values():
-        book = group[0][1]._book
-        accumulator = book.entries[group[0][0]].accumulator
-        if sorted([at for at, _ in group]) != [entry.number for entry in accumulator.entries]:
+    groups = by_accumulator(zip(_entries(whole), whole, strict=True))
+    for book in dict.fromkeys(grad._book for grad in whole):
+        book.note_edit(func.__name__, number)
+        book.keeper.flush()
+        book.forget_answers()
+    for accumulator, group in groups:
+        if sorted([grad._number for grad in group]) != [entry.number for entry in accumulator.entries]:
             continue
-        if book is not ready:
-            ready = book
-            book.note_edit(func.__name__, number)
-            book.keeper.flush()
-            book.forget_answers()
 
-        def edit(book: Book = book, accumulator: Accumulator = accumulator) -> None:
+        def edit(book: Book = group[0]._book, accumulator: Accumulator = accumulator) -> None:
             accumulator.edit()
             own = accumulator.own
             func(own, book.in_host_memory(number) if isinstance(number, Tensor) and own.is_cpu else number)
 
-        book.hold(accumulator, edit)
-        done |= {id(grad) for _, grad in group}
+        group[0]._book.hold(accumulator, edit)
+        done |= set(map(id, group))
     return done
 
 

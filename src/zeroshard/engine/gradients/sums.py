@@ -176,14 +176,14 @@ class Sums(Flow[Sent, Tensor]):
 
     def drop(self, contribution: Contribution) -> None:
         """Give back the memory of a contribution, sent or not."""
-        self._give_back(contribution)
-        contribution.end(ContributionState.ABSENT)
+        self._give_back(contribution, ContributionState.ABSENT)
 
-    def _give_back(self, contribution: Contribution) -> None:
+    def _give_back(self, contribution: Contribution, state: ContributionState) -> None:
         for transient in (contribution.accumulator.aside, contribution.memory):
             if transient is not None and not self.scratch.give_back(transient):
                 self.sends.give_back(transient)
         contribution.accumulator.aside = contribution.memory = None
+        contribution.end(state)
 
     def send(self, contribution: Contribution) -> None:
         """Send a contribution to the owners of its shards."""
@@ -240,8 +240,7 @@ class Sums(Flow[Sent, Tensor]):
         accumulator.land(averaged=divided)
 
     def landed(self, sent: Sent) -> None:
-        self._give_back(sent.contribution)
-        sent.contribution.end(ContributionState.LANDED)
+        self._give_back(sent.contribution, ContributionState.LANDED)
 
     def _fold(self, sent: Sent, *, divided: bool) -> None:
         """Add all contributions to this shard to the sum that came or, on the first replica, to the accumulator's."""

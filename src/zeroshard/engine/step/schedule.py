@@ -526,7 +526,6 @@ class _WeakSchedule:
         if schedule is not None:
             schedule.moved(bucket)
 
-    @outside
     def fetch(self, bucket: Bucket) -> None:
         schedule = self._schedule()
         if schedule is not None:

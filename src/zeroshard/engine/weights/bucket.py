@@ -10,6 +10,7 @@ edits        evidence that the program wrote into the gathered copy        an `E
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -133,7 +134,6 @@ class Bucket:
         self.codec = codec(self)
         self.resident = self.codec.resident and not placements.parameters and self.tiers["parameters"].on_device
         self._work: list[Work] = []
-        self._arrives = False  # has a gather begun that has not landed?
         self.users = users(tier.device)  # of the gathered copy
         self.starts = [slot.start for slot in plan.slots]
 
@@ -244,7 +244,7 @@ class Bucket:
 
     # --- which part is whose ----------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def owned(self) -> tuple[int, int]:
         """Bucket elements [first, last) whose averaged gradient this rank has at every stage: its shard, or a part."""
         return self.plan.held(self.team.seat, self.placements.owned)
@@ -254,17 +254,17 @@ class Bucket:
         shape, cut = self.team.seat.whole(slot.shape, slot.cut or 0), slot.cut or 0
         return Among(shape, self.team.seat.part * slot.numel, Strips.of(shape, cut, self.team.seat.parts))
 
-    @property
+    @functools.cached_property
     def rests(self) -> tuple[int, int]:
         """Bucket elements of the parameters that rest on this rank."""
         return self.plan.held(self.team.seat, self.placements.parameters)
 
-    @property
+    @functools.cached_property
     def saves(self) -> tuple[int, int]:
         """Bucket elements that this rank writes to a checkpoint: every element is written by one rank."""
         return self.plan.held(self.team.seat, SAVED)
 
-    @property
+    @functools.cached_property
     def updated(self) -> tuple[int, int]:
         """Bucket elements that this rank's optimizer updates: its shard, or everything if state is replicated."""
         return self.plan.held(self.team.seat, self.placements.optimizer)
@@ -310,7 +310,7 @@ class Bucket:
                     self._saved.watch(self)
                 self.users.begin(fresh=not kept)
                 self.land()
-                self._arrives = True  # before anything is on its way: an interrupt may come anytime
+                self._work.append(Work())  # before anything is on its way: an interrupt may come anytime
                 # Autograd must not see this write (`alias`): saved views of unchanged weights stay valid.
                 landing = self.codec.landing(in_use=kept)
                 work = self.parameters.redistribute(alias(landing))
@@ -318,18 +318,17 @@ class Bucket:
                 work.hold(landing)  # alias does not own it
             else:
                 self.users.begin(fresh=False)
-                self._arrives = True
                 work = self.parameters.redistribute()
+            self._work.append(work)
             self.users.filled()
             self.gathered.arriving()
-        self._work.append(work)
         return work
 
     def send(self) -> Work:
         """Launch the gather that brings owners' updates of replicated parameters to every rank."""
         if self.resident:
             return self.gather()
-        self.gathered.current, self._arrives = False, True
+        self.gathered.current = False
         with torch.no_grad():
             self._work.append(self.parameters.redistribute())
         self.parameters.behind()
@@ -357,15 +356,14 @@ class Bucket:
 
     def land(self) -> None:
         """Wait for gathers under way, in the current stream too; then decode them."""
-        while self._work:
-            self._work[0].wait()
-            self._work.pop(0)
+        for work in self._work:
+            work.wait()
         self.users.join()
-        if self._arrives:
+        if self._work:
             self.users.filled()
             self.gathered.landed()
             self.codec.decode()
-            self._arrives = False
+            self._work.clear()
 
     def open(self) -> None:
         """Wait for the weights and make the parameters plain: no guard."""

@@ -60,7 +60,7 @@ class GatherOrder:
             unit.claim()
             self._mark_used(unit)
             if self.overlap:
-                while self._at < len(self._sequence) and self._ahead() < self.prefetch:
+                while self._at < len(self._sequence) and sum([each.ahead > 0 for each in self.units]) < self.prefetch:
                     self._launch_next()
 
     def finish(self, vote: int = 0) -> set[int]:
@@ -110,9 +110,6 @@ class GatherOrder:
             if self._sequence[at] == unit.index and not self._used[at]:
                 self._used[at] = True
                 return
-
-    def _ahead(self) -> int:
-        return sum([unit.ahead > 0 for unit in self.units])
 
     # --- after the sequence -----------------------------------------------------------------------------------------
 

@@ -85,11 +85,6 @@ class Unit:
         """True if it has several modules: then it stays gathered between their forwards."""
         return len(self.modules) > 1
 
-    @property
-    def called_again(self) -> bool:
-        """Tell if a module was called more than once: then its parameters may get gradients as often."""
-        return max(self.calls.values(), default=0) > 1
-
     def called(self, module: nn.Module) -> None:
         self.calls[module] = self.calls.get(module, 0) + 1
 

@@ -42,7 +42,7 @@ docs: install ## the walkthrough, pictures and lists in docs/, the snippets and 
 	ZEROSHARD_DOCS=./ $(BIN)/zeroshard explain --out docs/zero.html && $(BIN)/python docs/tree.py && $(BIN)/python docs/commands.py && $(BIN)/python docs/trust.py && $(BIN)/python docs/pictures.py && $(BIN)/python docs/exchange.py
 	$(BIN)/pytest -q tests/tools/test_docs.py && $(BIN)/python docs/site.py
 
-bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: training only, a minute
+bench: install ## zeroshard beside its peers: training steps, checkpoints; an hour. BENCH=--quick: less of two of these, two minutes
 	$(BIN)/python -m bench $(BENCH)
 
 gpu: install ## the first hour on GPUs, step by step, into gpu-results/; STEP=n: one; RANKS=n share them; DEVICE=emu: rehearses

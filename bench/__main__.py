@@ -1,12 +1,12 @@
-"""`python -m bench`: training beside the peers, tensors, checkpoints, offload, settings; `--quick`: the first alone."""
+"""`python -m bench`: training beside the peers, tensors, checkpoints, offload, settings; `--quick`: the first two."""
 
 import sys
 
 from . import checkpoint, offload, pairs, tensors, train
 
 train.main()
+tensors.main()
 if "--quick" not in sys.argv:
-    tensors.main()
     checkpoint.main()
     offload.main()
     pairs.main()

@@ -125,8 +125,11 @@ def test_one_round_of_tensors(tmp_path):
     result, _, _ = bench("tensors", "--counts", 100, 200, "--rounds", 1, out=tmp_path)
     assert [row["tensors"] for row in result["rows"]] == [100, 200]
     plot = (tmp_path / "tensors.svg").read_text()
-    assert plot.count("<polyline") == 5
+    assert plot.count("<polyline") == 7
     ElementTree.fromstring(plot)
+    clipped = json.loads((tmp_path / "tensors-clipped.json").read_text())
+    assert (clipped["clipped"], [[*row] for row in clipped["rows"]]) == (True, [[*row] for row in result["rows"]])
+    assert {"plain", "stage 0", "stage 3", "DDP", "FSDP2"} < {*result["rows"][0]}
 
 
 def test_a_disk_is_measured_by_the_engines_own_files(tmp_path):

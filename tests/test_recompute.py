@@ -90,6 +90,38 @@ def test_the_same_bits_messages_and_peaks_as_with_torchs_own_checkpoint_around_e
         assert not [verb for verb, *_ in plain[2] if verb == "recompute"]
 
 
+class Plain(nn.Module):
+    """A block that adds nothing to what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(24, 96), nn.Linear(96, 24)
+
+    def forward(self, x):
+        return self.narrow(torch.tanh(self.wide(x)))
+
+
+def most_gathered():
+    """Bytes of gathered weights when they are most, in a backward that computes each block again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Plain() for _ in range(6)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    layout = Layout(units=["?"], recompute=True)
+    zero = zeroshard.shard(model, optimizer, stage=3, layout=layout)
+    for step in range(3):
+        model(torch.randn(8, 24, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    held = zero.ledger().phases["backward"].held
+    return held.get("gather", 0) + held.get("prefetch", 0)
+
+
+def test_backward_holds_three_gathered_units():
+    """The one computed again, the one before it in backward, and one gathered ahead."""
+    nbytes = 4 * 4864  # of 4,728 elements, rounded up for two ranks
+    assert ranks.run(2, most_gathered) == [3 * nbytes] * 2
+
+
 def test_only_the_units_named_run_again():
     (losses, _, found, _), _ = ranks.run(2, recomputed, 3, ("blocks.[02]",))
     assert [unit for verb, unit, _ in found if verb == "recompute"] == ["blocks.2", "blocks.0"]

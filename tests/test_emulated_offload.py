@@ -142,7 +142,8 @@ def steps(cases, path):
 )
 def test_a_step_moves_so_many_bytes_and_waits_for_events_alone(names):
     """Of its shards a rank sends the sums, and a byte of each bucket that says if somebody edited its weights; or,
-    where weights rest in host memory, the weights too. Back come updates, or all that is gathered."""
+    where weights rest in host memory, the weights too. Updates come back
+    in the masters' dtype, and all that is gathered. Where weights rest in host memory, the updates' cast goes there."""
     dtypes = (torch.bfloat16, torch.float32)
     cases = [(stage, dtype, TIERS[name], False) for name in names for stage, dtype in zip((1, 3), dtypes, strict=True)]
     names = [name for name in names for _ in dtypes]
@@ -153,13 +154,14 @@ def test_a_step_moves_so_many_bytes_and_waits_for_events_alone(names):
     for found in every:
         for name, (stage, dtype, *_), (own, buckets, ways, waits) in zip(names, cases, found, strict=True):
             width, batch = dtype.itemsize, BATCH * WIDTH * dtype.itemsize
-            sums, weights = 4 * own, width * own
+            sums, updates, weights = 4 * own, 4 * own, width * own
             # The first rank has elements of every bucket; of padding alone no average is needed.
             if name == "gradients and optimizer" or (name == "optimizer" and found is every[0]):
-                assert ways == {"to the host": sums + buckets, "to the device": weights + batch}, name
+                assert ways == {"to the host": sums + buckets, "to the device": updates + batch}, name
             elif stage == 3 and name == "host":  # the last block is still there when backward begins
-                gathers, masters = 2 * weights - weights // BLOCKS, dtype is torch.bfloat16
-                sent = sums + weights + buckets * masters
+                sent, gathers = sums + weights, 2 * weights - weights // BLOCKS
+                if dtype is torch.bfloat16:  # which has masters beside it
+                    sent, gathers = sent + weights + buckets, gathers + updates
                 assert ways == {"to the host": sent, "to the device": gathers + batch}, name
             assert waits.pop(BATCH_ARRIVES) == 1
             assert {what for _, what in waits} <= {"event.synchronize"}, (name, waits)

@@ -194,6 +194,7 @@ def peak_of(
         "staged activations": "buffers of the file in which activations rest",
         "norms": "the map from elements to parameters, for the norm of gradients",
         "upcast": "gradients in the masters' dtype",
+        "cast": "masters that the host has stepped, and their cast",
     }
     return {
         "at": at, "total": total, "held": states, "rests": rests,

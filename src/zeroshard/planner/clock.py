@@ -2,7 +2,7 @@
 
     compute   6 operations per parameter and token, 8 where layers are recomputed
     bus       sums and weights to the host, updates and parameters to the device, activations both ways
-    host      the CPU's AdamW, and the casts and copies beside it: bytes over the bandwidth of host memory
+    host      the CPU's AdamW, and what is copied there: bytes over the bandwidth of host memory
     disk      the reads and writes of a step's files (`disk`)
     network   messages, one after the other, and the engine's launches (`ways`)
     update    the device's optimizer: its states read and written
@@ -181,17 +181,20 @@ class Clock:
         back = summed * self.sums * (backwards - 1) * off["gradients"]
         brought = width * self.parameters * off["parameters"] * 2 * asked.accumulate
         gone = sum(away.values()) * asked.accumulate
-        edits = width * self.updated * hosts
-        news = width * self.updated * hosts * (1 - off["parameters"])
+        stepped = self.updated * hosts
+        casts = not recipe.split and recipe.updated != recipe.parameters  # does the device make the parameters' format?
+        edits = width * stepped * off["parameters"]  # weights that come back before they are released
+        news = float(recipe.updated) * stepped if casts else width * stepped * (1 - off["parameters"])
+        cast = width * stepped * off["parameters"] * casts
         passing = self.updated * there * (kept * off["optimizer"] + width * off["parameters"])  # as much comes back
         back += summed * self.sums * off["gradients"] * there
         slower = SPLIT if recipe.split else 1.0
-        host = self.updated * hosts * ((2 * kept + summed) * slower) + 2 * (edits + news)
+        host = stepped * (2 * kept + summed) * slower
         host += gone + brought / 2  # what leaves or arrives is copied there
         update = 2 * kept * self.updated * (1 - hosts) * slower
         return Work(
             (8 if recompute else 6) * self.numel * self.tokens * asked.accumulate,
-            out + gone, back + brought + gone, edits + news + passing, host, update, self._moves(at, away),
+            out + gone, back + brought + gone, edits + news + cast + passing, host, update, self._moves(at, away),
             self.network(buckets),
         )  # fmt: skip
 

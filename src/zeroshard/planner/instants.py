@@ -6,7 +6,8 @@
     reduce of bucket j    its contributions and what arrives for them, `in_flight` buckets under way before it, and the
                           running sums of those that K replicas hand on, up to K more
     step                  one bucket's gradients in the masters' dtype, where that is another; its split masters,
-                          joined; states that rest elsewhere and are stepped here: of three buckets
+                          joined; masters on their way to the parameters' dtype, if either rests elsewhere; states that
+                          rest elsewhere and are stepped here: of three buckets
     gather                after the step, into the replicated parameters' own memory: nothing
 
     peak = states at rest + the most of these
@@ -32,7 +33,7 @@ from .recipes import CODED, Recipe, exact
 from .states import STAGING, At, Holding, Seats
 
 GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
-JOINED = "joined"
+JOINED, CAST = "joined", "cast"
 
 
 class Rooms(NamedTuple):
@@ -227,7 +228,9 @@ def _under_way(
     if sizes.in_backward and sizes.split:  # one bucket's masters while it is updated, as the next one lands
         each = (_joined(b, placements, sizes.of(b), seats.of(b), resting) for b in partition.buckets if b.trainable)
         joined = max(each, default=0)
-    found = {at: {**table, JOINED: joined} for at, table in found.items()} if joined else found
+    there = rooms is not None
+    cast = _most_cast(partition, placements, sizes, seats, resting, there=there) if sizes.in_backward else 0
+    found = {at: _some(table, {JOINED: joined, CAST: cast}) for at, table in found.items()}
     if sizes.in_backward and rooms is not None:
         found = {at: {**table, STAGING: rooms.one} for at, table in found.items()}
     return _leaving(partition, sizes, seats, resting, found) if staged else found
@@ -302,7 +305,25 @@ def _step(
     joined = [_joined(b, placements, sizes.of(b), seats.of(b), resting) for b in trained]
     there = rooms is not None
     upcast = max((_upcast(b, placements, sizes, seats.of(b), resting, there=there) for b in trained), default=0)
-    return {UPCAST: upcast, JOINED: max(joined, default=0), STAGING: rooms.most if rooms is not None else 0}
+    cast = _most_cast(partition, placements, sizes, seats, resting, there=there)
+    passing = {UPCAST: upcast} if upcast > cast else {CAST: cast}  # a bucket's averages go before its masters come
+    return {**passing, JOINED: max(joined, default=0), STAGING: rooms.most if rooms is not None else 0}
+
+
+def _most_cast(
+    partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, resting: At | None, *, there: bool
+) -> int:
+    """Return the most that the masters of a bucket take on the device while they are cast there, and their cast."""
+
+    def nbytes(bucket: BucketPlan) -> int:
+        first, last = bucket.held(seats.of(bucket), placements.optimizer)
+        stepped = there or _on_device(resting, bucket, "optimizer")
+        come = 0 if stepped else _nbytes(last - first, sizes.updated)
+        return come + (0 if _on_device(resting, bucket, "parameters") else _nbytes(last - first, sizes.parameters))
+
+    if sizes.split or sizes.parameters == sizes.updated:
+        return 0
+    return max((nbytes(bucket) for bucket in partition.buckets if bucket.trainable and not bucket.fp8), default=0)
 
 
 def _joined(bucket: BucketPlan, placements: Placements, sizes: ItemSizes, sits: Seat, resting: At | None) -> int:

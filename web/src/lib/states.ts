@@ -22,6 +22,7 @@ const KNOWN: Record<string, [label: string, colour: string, passing?: true]> = {
   lent: ['copies that other ranks read', 'var(--master)', true],
   snapshot: ['copy to be saved', 'var(--other)', true],
   upcast: ['fp32 gradients of the step', 'var(--gradients)', true],
+  cast: ['masters being cast', 'var(--master)', true],
   build: ['being built', 'var(--other)', true],
 };
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...comm.agreement import Group
 from ...comm.transport import Work
-from ...device import users
+from ...device import asynchronous, users
 from ...errors import StateError, UserError
 from ...events import ends
 from ...hooks import features, first
@@ -434,21 +434,40 @@ class Bucket:
     # --- new weights ------------------------------------------------------------------------------------------------
 
     def write_back(self) -> None:
-        """Cast the masters to the parameters that rest in addition to them; inside here()."""
+        """Cast the masters to the parameters that rest in addition to them; inside here().
+
+        An accelerator casts, wherever either rests: on the host it would be one more pass over memory.
+        """
         assert self.master is not None
         stored, master = self.parameters.of(*self.updated), self.master.tensor
-        if stored.device == master.device:
+        if not (asynchronous(self.tier.device) and (stored.is_cpu or master.is_cpu)):
             stored.copy_(master)
-        elif stored.is_cpu:
-            cast = master.to(self.dtype)
-            through = self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False)
-            through.wait()  # the next update writes to master, or another cast to this one's memory
-        elif master.dtype == self.dtype:
+        elif not stored.is_cpu and master.dtype == self.dtype:
             self.master.rest.give(0, stored)
         else:
-            self.tier.send(stored, master)
+            self._cast_on_device(stored, self.master)
         self.edits.agree(stored if self.resident or self.edits.evidence is not None else None)
         self.codec.wrote(stored)
+
+    def _cast_on_device(self, stored: Tensor, master: Flat) -> None:
+        """Cast masters to parameters on the device, in the order of its stream, if either rests in host memory."""
+        held = []
+
+        def reserve(dtype: torch.dtype) -> Tensor:
+            held.append(self.tier.reserve("cast", stored.numel(), dtype, zeroed=False))
+            return held[-1]
+
+        values = master.tensor
+        if values.is_cpu:
+            master.rest.give(0, values := reserve(values.dtype))
+        if stored.is_cpu:
+            cast = values if values.dtype == self.dtype else reserve(self.dtype).copy_(values)
+            # Wait in the stream: the next update writes to the masters, or another cast to this one's memory.
+            self.parameters.rest.take(self.updated[0] - self.parameters.first, cast, fresh=False).wait()
+        else:
+            stored.copy_(values)
+        for each in held:
+            self.tier.give_back("cast", each)
 
     def changed(self) -> None:
         """Count a new generation of weights: tensors saved of older ones must not be used."""

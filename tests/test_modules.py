@@ -358,8 +358,10 @@ def direct_calls(stage: int):
     zero = zeroshard.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), stage=stage)
     x = torch.ones(2, 5)
     assert torch.equal(model(x), plain_model(x))
-    with pytest.raises(zeroshard.Error, match=r"(?s)blocks\.0\.weight.*zero\.gathered"):
+    with pytest.raises(zeroshard.Error, match=r"(?s)blocks\.0\.weight.*call the Linear itself.*zero\.gathered"):
         model.blocks[0].forward(x)
+    with pytest.raises(zeroshard.Error, match=r"(?s)call the Direct itself, as module\(\.\.\.\)"):
+        model.forward(x)
     # Called as a module, a unit is its own root, also outside the model's forward.
     assert torch.equal(model.blocks[0](x), plain_model.blocks[0](x))
     with zero.gathered():

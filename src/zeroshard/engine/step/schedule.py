@@ -34,7 +34,7 @@ from ..gradients.reduction import Reduction
 from ..weights.bucket import Bucket
 from ..weights.forward import Forward, Frame
 from ..weights.gather_order import GatherOrder
-from ..weights.guard import SavedTensors, not_given, weak
+from ..weights.guard import SavedTensors, forward_called, not_given, weak
 from ..weights.modes import outside, refuse_inside
 from ..weights.tracing import end_graph, untraced
 from ..weights.transaction import Transaction
@@ -337,6 +337,7 @@ class Schedule:
                 where=f"parameter {name!r}, rank {self.group.rank}",
                 expected="the model's own forward or backward",
                 instead=not_given(bucket.params[index])
+                or forward_called([module for each in self.units for module in each.modules])
                 or "with zero.gathered(): ...   (on every rank). Call parts of the model through its forward"
                 f"{self._own_units(unit, name)}; "
                 "move or convert it before shard(...)",

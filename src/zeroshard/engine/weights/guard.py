@@ -28,7 +28,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -152,6 +152,22 @@ def not_given(param: Tensor) -> str:
             )
         frame = frame.f_back
     return ""
+
+
+def forward_called(modules: Collection[nn.Module]) -> str:
+    """Return advice if the program called the `forward` of one of these modules, and not the module; else ""."""
+    frame: FrameType | None = sys._getframe(1)
+    found = ""
+    while frame is not None:
+        who = frame.f_locals.get("self")
+        own = getattr(type(who).forward, "__code__", None) if isinstance(who, nn.Module) else None
+        if frame.f_code is own and any(who is each for each in modules):
+            found = type(who).__name__  # the outermost, in which the others may be called so
+        frame = frame.f_back
+    return found and (
+        f"call the {found} itself, as module(...): module.forward(...) passes over the hooks that gather its weights. "
+        "Or with zero.gathered(): ...   (on every rank)"
+    )
 
 
 def _changes_nothing(func: Any, args: Any, kwargs: Any) -> bool:

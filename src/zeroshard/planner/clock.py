@@ -9,7 +9,7 @@
 
 The bus and the network work beside compute; what the host, the disk and the device's optimizer do comes after one
 another, as on the one machine that was measured (docs/gpus.md: 0.78 s a step with everything in host memory, where this
-clock says 0.68). The least of a range takes the fast constants and lets all that can go on at once; the most takes the
+clock says 0.67). The least of a range takes the fast constants and lets all that can go on at once; the most takes the
 slow ones and lets nothing. Between stands the middle, by which ways are compared.
 """
 
@@ -110,7 +110,7 @@ class Work(NamedTuple):
     operations: float
     to_host: float  # in forward and backward
     to_device: float
-    stepped: float  # over the bus, in the step itself
+    stepped: float  # over the bus, in the step itself, the way that more goes
     host: float
     update: float
     moves: Moves
@@ -194,7 +194,7 @@ class Clock:
         update = 2 * kept * self.updated * (1 - hosts) * slower
         return Work(
             (8 if recompute else 6) * self.numel * self.tokens * asked.accumulate,
-            out + gone, back + brought + gone, edits + news + cast + passing, host, update, self._moves(at, away),
+            out + gone, back + brought + gone, max(news, edits + cast) + passing, host, update, self._moves(at, away),
             self.network(buckets),
         )  # fmt: skip
 

@@ -369,11 +369,14 @@ export function mostPassing(question: Question, place: Placements, units: number
       : 0;
   const reduce = (inPlace ? 0 : begun) + arrives * (under + 1) + relayed + kept;
 
-  const converted = gradients !== updated && percentIn(offload, 'optimizer', 'device') > 0;
+  const own = (width: number) => nbytes(place.optimizer ? shard : shard * ranks, width);
+  const partly = (of: keyof Placements) => percentIn(offload, of, 'device') < 100;
+  const upcast = gradients !== updated && percentIn(offload, 'optimizer', 'device') > 0 ? own(updated) : 0;
+  const cast = updated === each ? 0 : (partly('optimizer') ? own(updated) : 0) + (partly('parameters') ? own(each) : 0);
   const passing: Passing[] = [
     { moment: 'init', nbytes: { gather: brought ? of(each) : 0, build: one(updated) } },
     { moment: 'backward', nbytes: { gather: brought ? of(each) * Math.min(PREFETCH + 2, units) : 0, reduce } },
-    { moment: 'step', nbytes: { upcast: converted ? nbytes(place.optimizer ? shard : shard * ranks, updated) : 0 } },
+    { moment: 'step', nbytes: upcast > cast ? { upcast } : { cast } }, // averages go before masters come
   ];
   return passing.reduce((most, found) => (sum(found.nbytes) > sum(most.nbytes) ? found : most));
 }

@@ -145,13 +145,11 @@ class Backward(Transaction):
 
     # --- under way --------------------------------------------------------------------------------------------------
 
-    def needs(self, unit: Unit) -> None:
-        """Take note that backward has come to this unit."""
-        self._work_on(unit)
-        self.leave_behind(unit)
-
-    def leave_behind(self, unit: Unit) -> None:
-        """Release units that backward used before the last two, of which this is one."""
+    def needs(self, unit: Unit, *, again: bool = False) -> None:
+        """Take note that backward has come to this unit, and release units that it used before the last two. again: its
+        forward runs again, before its own backward begins."""
+        if self.ledger.record is not None and not again:
+            self._work_on(unit)
         if self.begun and (not self._recent or self._recent[-1] is not unit):
             self._recent = [*(other for other in self._recent if other is not unit), unit]
             for done in self._recent[:-2]:

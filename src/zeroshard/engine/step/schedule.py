@@ -154,7 +154,7 @@ class Schedule:
             self.group.cross()
         if recompute:
             self.backward.event()
-            self.backward.leave_behind(unit)  # before its gather, and before that of the unit after it
+            self.backward.needs(unit, again=True)  # before units are gathered
         elif not self.forward.running():
             self.group.refuse_within()
             if torch.is_grad_enabled():

@@ -407,7 +407,7 @@ def _inputs(args: Any, kwargs: Any) -> list[weakref.ref[Tensor]]:
 
 class ActivationsFeature(Feature):
     name = "activations in tiers"
-    page = "memory.md#activations-in-host-memory-or-files"
+    page = "offload.md#activations-in-host-memory-or-files"
 
     def tier(self, name: str, assembly: Assembly, largest: dict[str, int], nbytes: int) -> Tier | None:
         # Files of their own: a disk that is full of activations says nothing about states.

@@ -365,7 +365,7 @@ def _note_scaled(grad: Tensor) -> None:
 
 class OptimizerInBackwardFeature(Feature):
     name = "the optimizer in backward"
-    page = "memory.md#the-optimizer-in-backward"
+    page = "offload.md#the-optimizer-in-backward"
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if assembly.asked.in_backward:

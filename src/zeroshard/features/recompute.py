@@ -179,7 +179,7 @@ def _set(modes: list[tuple[nn.Module, bool]]) -> None:
 
 class RecomputeFeature(Feature):
     name = "recompute"
-    page = "memory.md#recomputed-activations"
+    page = "offload.md#recomputed-activations"
 
     def ready(self, engine: Engine) -> None:
         for unit in engine.units:

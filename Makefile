@@ -70,6 +70,7 @@ ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, an
 web: ## the page's template and the list of what is in it, from web/ into the package; needs Node 20.19 or later
 	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html && cp dist/page.cdx.json ../src/zeroshard/explain/
 
-release: install ## sdist and wheel in dist/, checked, and the wheel's commands run in an environment of its own; uploads nothing
+release: install ## sdist and wheel in dist/, checked, and the wheel's commands run in an environment of its own; uploads nothing. DRY=1: without addresses
+	@$(if $(DRY),true,! grep -n '\.invalid"$$' pyproject.toml || { echo "pyproject.toml: write the project's addresses into [project.urls]"; exit 1; })
 	$(BIN)/pip install -q -c constraints.txt --group release && rm -rf dist && $(BIN)/hatchling build -d dist && $(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv --clear dist/.venv && dist/.venv/bin/pip install -q dist/*.whl && dist/.venv/bin/zeroshard plan --params 70B --ranks 64 --gpu h100-80

@@ -9,11 +9,13 @@ import re
 import subprocess
 import sys
 import textwrap
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
 import pages
+from zeroshard.explain import document
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -154,6 +156,26 @@ def test_commands_exist():
     assert {target for pair in named for target in pair if target} <= targets
     assert {"install", "demo", "test", "slow", "check", "docs"} <= targets
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_an_address_that_is_not_there_yet_is_shown_nowhere_and_refused_by_a_release(monkeypatch):
+    """[project.urls] has placeholders; a person writes the addresses there, and nowhere else."""
+    tomllib = pytest.importorskip("tomllib")
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    told = Message()
+    for label, address in [*urls.items(), ("Changelog", "https://example.org/changes")]:
+        told["Project-URL"] = f"{label}, {address}"
+    monkeypatch.setattr(document.metadata, "metadata", lambda name: told)
+    monkeypatch.delenv("ZEROSHARD_DOCS", raising=False)
+    waiting = {label for label, address in urls.items() if address.endswith(".invalid")}
+    assert document.links() == {"Changelog": "https://example.org/changes"} | {
+        label: address for label, address in urls.items() if label not in waiting
+    }
+    if waiting:
+        made = subprocess.run(
+            ["make", "-o", "install", "release"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert made.returncode and "write the project's addresses into [project.urls]" in made.stdout
 
 
 def test_the_table_of_rooms_names_the_whole_package():

@@ -110,7 +110,9 @@ def test_verify_compares_it_with_plain_pytorch():
 
 
 def test_the_guide_says_what_plan_says():
-    guide = " ".join((Path(__file__).parents[2] / "docs" / "offload.md").read_text().split())  # lines may break anywhere
+    guide = " ".join(
+        (Path(__file__).parents[2] / "docs" / "offload.md").read_text().split()
+    )  # lines may break anywhere
     plan = partial(plan_of, params=7e9, ranks=8, preset="zeroshard", units=32)
     for stage in (1, 3):
         ordinary, early = (plan(stage=stage, optimizer_in_backward=each).stages[0].peak for each in (False, True))

@@ -65,12 +65,16 @@ def document(
 
 
 def links() -> dict[str, str]:
-    """Return {label: address} for the footer, from the package's metadata, and `ZEROSHARD_DOCS` where it is set."""
+    """Return {label: address} for the footer, from the package's metadata, and `ZEROSHARD_DOCS` where it is set.
+
+    An address under .invalid, which nobody can have (RFC 2606), stands for one that the project does not have yet.
+    """
     try:
         urls = metadata.metadata("zeroshard").get_all("Project-URL") or []
     except metadata.PackageNotFoundError:
         urls = []
-    named = {label: address for label, _, address in (url.partition(", ") for url in urls)}
+    parts = (url.partition(", ") for url in urls)
+    named = {label: address for label, _, address in parts if not address.endswith(".invalid")}
     docs = os.environ.get("ZEROSHARD_DOCS")
     return {**named, "Documentation": docs} if docs else named
 

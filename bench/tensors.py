@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import math
 import statistics
 import time
@@ -104,6 +105,7 @@ def process_group() -> Iterator[None]:
 def measure(case: Case, rounds: int) -> dict[str, float]:
     """Microseconds per tensor of a step, plain and what each way adds, least of the rounds; and of sharding, once."""
     make(case._replace(count=case.per_unit), "stage 3")  # what only the first does
+    gc.collect()  # what an earlier case has left is not to be freed while a step, or sharding, is timed
     made = {way: make(case, way) for way in ("plain", *STAGES)}  # before there is a group: one process sends nothing
     with process_group():
         made |= {way: make(case, way) for way in PEERS}

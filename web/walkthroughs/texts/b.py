@@ -319,7 +319,8 @@ def _corrections() -> tuple[str, ...]:
         "weight, which is read as bf16.",
         "Distributed checkpoints: its list of strategies is empty. Here each rank writes the shards that it has, all "
         "ranks at the same time, and any number of ranks reads them at any stage.",
-        "The dp-cp group is whatever group of ranks shards: Comm(group=...).",
+        "The dp-cp group is whatever group of ranks shards: Comm(group=...). It may be K replicas, or have experts; "
+        "both together are refused: experts are sums of fewer ranks, and would need a relay of their own.",
         "The baseline frees param.grad in zero_grad(set_to_none=True), not in optimizer.step(), which leaves it as it "
         "is.",
         "42.7 %: its gradient buffer is inside 8.75 already, where the saving is 50 %. The shard's fp32 gradient "

@@ -147,7 +147,7 @@ def plot(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         x, _ = at(row, "plain")
         text.append(f'<text x="{x:.1f}" y="{foot + 18}" text-anchor="middle">{row["tensors"]}</text>')
-    for name, colour in zip(names, COLOURS, strict=True):
+    for name, colour in zip(names, COLOURS, strict=False):  # earlier results have fewer names
         points = [at(row, name) for row in rows]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         text.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')

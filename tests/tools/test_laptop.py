@@ -19,7 +19,7 @@ from zeroshard.planner.machines import KNOWN_BY, MACHINES
 ROOT = Path(__file__).parents[2]
 NEEDS = "needs torch and numpy and safetensors: pip install '.[torch]' in a clone of zeroshard"
 ELSEWHERE = "runs on Linux only, and this is {}; `zeroshard plan` and `explain` work here"
-MAC = ", and `ckpt inspect`"
+MAC = ", and `ckpt inspect` and `ckpt verify`"
 
 
 def said(platform, *words):

@@ -2,8 +2,9 @@
 
     run/.step-100.saving-<machine>-<process>-<start>-<chance>      until it is renamed to run/step-100
 
-A signal that would end the process removes it first. SIGKILL or a loss of power leave it; then the next save beside
-it removes it, since its name says whether its owner can still be alive.
+A signal that would end the process removes it first. SIGKILL or a loss of power leave it. Then the next save beside it
+removes it, since its name says whether its owner can still be alive: at once, or after a day if the owner ran on
+another machine, in another container, or before a restart of this machine.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Nursery:
 
     def __init__(self) -> None:
         if not hasattr(os, "fork"):
-            raise UserError("ranks(..., processes=True) forks its ranks", expected="Linux or macOS", got=sys.platform)
+            raise UserError("ranks(..., processes=True) forks its ranks", expected="Linux", got=sys.platform)
         ours, theirs = socket.socketpair()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

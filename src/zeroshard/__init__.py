@@ -88,7 +88,8 @@ OLDEST = 2, 11  # torch, as in pyproject.toml
 def check_place(what: str) -> None:
     """Raise `ImportError` for what trains where nothing can be trained: off Linux, or without a torch that it knows."""
     if sys.platform != "linux":  # files, processes and memory are asked for in Linux' own ways
-        here = "`zeroshard plan` and `explain` work here" + ", and `ckpt inspect` and `ckpt verify`" * (sys.platform == "darwin")
+        looks = ", and `ckpt inspect` and `ckpt verify`" * (sys.platform == "darwin")
+        here = f"`zeroshard plan` and `explain` work here{looks}"
         raise ImportError(f"{what} runs on Linux only, and this is {sys.platform}; {here}")
     if any(importlib.util.find_spec(each) is None for each in EXTRA):
         raise ImportError(missing(what))

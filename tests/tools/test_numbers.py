@@ -107,8 +107,8 @@ def test_how_large_the_page_is(tmp_path):
     Page(document(walkthroughs=built_in(), run=run)).write(tmp_path / "run.html")
     large_mb = (tmp_path / "run.html").stat().st_size / 1e6
     said = page("docs/explain.md")
-    assert f"A page takes {template_kb:.0f} kB, the walkthroughs {whole_kb - template_kb:.0f} kB" in said
-    assert f"`web/fixtures/run-1000.json`, {large_mb:.1f} MB with the walkthroughs" in said
+    assert f"An empty page takes {template_kb:.0f} kB, and the walkthroughs add {whole_kb - template_kb:.0f} kB" in said
+    assert f"(`web/fixtures/run-1000.json`) make {large_mb:.1f} MB" in said
 
 
 def test_between_hosts_in_words():

@@ -153,5 +153,5 @@ def met(device, recompute):
     ],
 )
 def test_a_step_has_as_many_meetings_as_the_planner_says(run, device, recompute):
-    for found in run(2, met, device, recompute):
+    for found in run(2, met, device, recompute, timeout=240):  # 48 steps, and a device takes its time
         assert {case: recorded for case, (recorded, _) in found.items()} == {c: said for c, (_, said) in found.items()}

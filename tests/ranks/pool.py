@@ -306,7 +306,7 @@ class _Pool:
         for path in said[1:]:
             Path(path).touch()
         pid = self._ask({"verb": "command", "files": said})
-        code = self._ask({"verb": "reap", "pid": pid, "patience": timeout})
+        code = self._ask({"verb": "reap", "pid": pid, "patience": timeout}, patience=timeout)
         _, out, error = (Path(path).read_text() for path in said)
         error = untimed(error)
         for path in said:
@@ -347,7 +347,6 @@ class _Pool:
     def _start(self) -> None:
         self._files = tempfile.TemporaryDirectory(prefix="zeroshard-ranks-", ignore_cleanup_errors=True)
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(180)
         environment = {name: value for name, value in os.environ.items() if name not in PLACE} | {
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
@@ -368,10 +367,11 @@ class _Pool:
         )
         theirs.close()
 
-    def _ask(self, message: dict[str, Any], fds: list[int] | None = None) -> int:
+    def _ask(self, message: dict[str, Any], fds: list[int] | None = None, patience: float = 0.0) -> int:
         if self._socket is None:
             raise EOFError("no nursery")
         try:
+            self._socket.settimeout(180 + patience)
             socket.send_fds(self._socket, [json.dumps(message).encode()], fds or [])
             answer = self._socket.recv(100)
         except (

@@ -527,8 +527,9 @@ def test_a_rank_under_torchrun_with_bad_input_says_so_once(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_demo(tmp_path):
-    done = zeroshard("demo", "--steps", STEPS, "--out", tmp_path)
+    done = zeroshard("demo", "--steps", STEPS, "--out", tmp_path, timeout=2 * LIMIT)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     digest, losses, norms = bits(tmp_path / "stage3")
     assert bits(tmp_path / "stage0") == bits(tmp_path / "resumed") == (digest, losses, norms)

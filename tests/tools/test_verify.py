@@ -127,10 +127,11 @@ def test_quick_is_a_few_runs_of_the_first_scenario_after_the_facts_of_the_machin
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
 def test_the_gates_of_a_gpt_with_dropout_and_tied_weights(tmp_path):
     """All four, at 1 to 4 ranks and in six formats; what is printed is what the page shows, in 80 columns."""
     (command, *shown) = re.findall(r"^\$ zeroshard (.*?)^```", PAGE.read_text(), re.M | re.S)[0].rstrip().splitlines()
-    done = run(*command.split(), "--out", tmp_path, cwd=ROOT)
+    done = run(*command.split(), "--out", tmp_path, cwd=ROOT, timeout=2 * LIMIT)
     assert done.returncode == 0
     assert sorted(line.partition(":")[0] for line in done.stderr.splitlines()) == [
         f"gate {number}, {gate.name}" for number, gate in enumerate(GATES, start=1)

@@ -306,7 +306,7 @@ class _Pool:
         for path in said[1:]:
             Path(path).touch()
         pid = self._ask({"verb": "command", "files": said})
-        code = self._ask({"verb": "reap", "pid": pid, "patience": timeout}, patience=timeout)
+        code = self._ask({"verb": "reap", "pid": pid, "patience": timeout})
         _, out, error = (Path(path).read_text() for path in said)
         error = untimed(error)
         for path in said:
@@ -367,11 +367,11 @@ class _Pool:
         )
         theirs.close()
 
-    def _ask(self, message: dict[str, Any], fds: list[int] | None = None, patience: float = 0.0) -> int:
+    def _ask(self, message: dict[str, Any], fds: list[int] | None = None) -> int:
         if self._socket is None:
             raise EOFError("no nursery")
         try:
-            self._socket.settimeout(180 + patience)
+            self._socket.settimeout(180 + message.get("patience", 0))
             socket.send_fds(self._socket, [json.dumps(message).encode()], fds or [])
             answer = self._socket.recv(100)
         except (

@@ -107,7 +107,8 @@ def run(case: Case, folder: Path, source: Path) -> Outcome:
         moved.append(Moves(*(traffic[verb].logical if verb in traffic else 0 for verb in ("read", "write"))))
     predicted = predict_tiers(this.zero)
     last = Moves(*(after - before for before, after in zip(*moved[-2:], strict=True)))
-    files = moves(holding(this.zero), accumulate=case.micro), last
+    releases = this.zero._engine.schedule.settings.release_after_forward
+    files = moves(holding(this.zero), accumulate=case.micro, releases=releases), last
     ledger = this.ledger()
     trained = this.weights()
     this.zero.save(folder / "saved")

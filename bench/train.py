@@ -133,9 +133,10 @@ def connections() -> Iterator[socket.socket]:
 
 
 def sent_by(connection: socket.socket) -> int:
-    """Bytes that it has sent."""
+    """Bytes that it has sent, each once: the kernel sends some again where a receiver is late."""
     facts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-    return int(struct.unpack_from("<Q", facts, SENT)[0])
+    sent, again = struct.unpack_from("<QQ", facts, SENT)
+    return int(sent - again)
 
 
 def _sent() -> int:

@@ -166,7 +166,7 @@ def launches():
 @needs_compiler
 @pytest.mark.full
 def test_launches_are_those_that_the_documents_count():
-    ((found, refused),) = emulated.run(1, launches)
+    ((found, refused),) = emulated.run(1, launches, timeout=200)  # every kernel is compiled and compared
     assert {key: found[key] for key in LAUNCHES} == LAUNCHES
     assert not refused
     page = (Path(__file__).parents[1] / "docs" / "decisions" / "fused-kernels.md").read_text()

@@ -28,6 +28,7 @@ from .asked import Asked
 from .clock import GPUS, Clock, Times
 from .from_shapes import LaidOut, with_activations
 from .gpus import usable
+from .instants import CAST, peak
 from .quantities import size
 from .recipes import Recipe
 from .transformer import Body
@@ -673,14 +674,15 @@ class Search:
     def _least_on_device(self, way: Way) -> int:
         """Return what a way holds on the device where no state rests there, which is no more than where one does.
 
-        Weights that units gather are no more than those that rest. Sums that leave are not counted: some may stay.
+        Weights that units gather are no more than those that rest. Sums that leave are not counted: some may stay. Nor
+        are masters that come to be cast: those that rest on the device are counted with its states.
         """
         key = (way.stage, way.numbers.recipe.name, way.in_backward, way.small, way.recompute, way.activations)
         if key not in self._least:
             away = way._replace(at={kind: {H: PARTS} for kind in STATES})
             asked = away.asked(self.of.base, self.of.unit_nbytes)._replace(accelerator=False)
             if key[:4] not in self._passing:
-                self._passing[key[:4]] = self.of.planned(way.stage, asked, bytes_alone=True)
+                self._passing[key[:4]] = _without_casts(self.of.planned(way.stage, asked, bytes_alone=True))
             least = with_activations(self._passing[key[:4]], asked, self.of.body).most
             self._least[key] = least if way.numbers.optimizer is None else 0  # whose states do not leave the device
         return self._least[key]
@@ -746,6 +748,12 @@ class Search:
         ):  # fmt: skip
             return None
         return way._replace(at={**way.at, "optimizer": parts})
+
+
+def _without_casts(plan: StagePlan) -> StagePlan:
+    """Return the plan of states that all rest elsewhere, but for masters that come to the device to be cast there."""
+    left = [each._replace(nbytes={**each.nbytes, CAST: 0}) for each in plan.instants]
+    return replace(plan, peak=peak(plan.tiers.get(DEVICE, {}), left)[0])
 
 
 def _less(need: Need, other: Need) -> bool:

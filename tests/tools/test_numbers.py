@@ -137,7 +137,6 @@ def test_between_hosts_in_words():
     assert f"in fp32 {spread / team:g} times as much on average over the ranks" in page("docs/hosts.md")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
 def test_what_a_page_shows_of_a_plan_is_printed(name, command, monkeypatch):
     """Line after line; "..." stands for lines that are left out. Whole outputs too."""

@@ -1,4 +1,4 @@
-"""`Offload(step="device")`: states that rest beside the device are stepped on it, with the bits of states on the device.
+"""Without `step="host"` states that rest beside the device are stepped on it, with the bits of states on the device.
 
 On an emulated accelerator, whose AdamW rounds otherwise than the CPU's, as that of every GPU does.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from emulated.device import device
 from test_emulated_grid import (
     BACKWARDS,
     DTYPES,
-    OFFLOADS,
     STAGES,
     STEPS,
     adam,
@@ -31,15 +31,18 @@ from test_emulated_grid import (
     loss,
     norm,
 )
+from test_emulated_grid import TIERS as PLACES
 from test_emulated_offload import BATCH, BATCH_ARRIVES, WIDTH, backward, moved, sharded
 from zeroshard import Comm, Layout, Offload, Precision
+from zeroshard.engine.build import host_steps
 from zeroshard.errors import StateError, UserError
 
-TIERS = {name: OFFLOADS[name] for name in ("optimizer", "host", "nvme")}
+TIERS = {name: tiers for name, tiers in PLACES.items() if tiers}
 
 
 def offload(tiers, folder):
-    return Offload(**TIERS[tiers], step="device", path=folder if tiers == "nvme" else None)
+    """As it is by default, beside an accelerator."""
+    return Offload(**TIERS[tiers], path=folder if tiers == "nvme" else None)
 
 
 def plain(dtype, world):
@@ -291,6 +294,53 @@ def test_slow_steps_on_the_host_are_warned_of():
     assert many_passes == "AdamW steps in host memory, in a pass for each of its operations: AdamW(..., fused=True)"
     assert idle_cores.endswith("with 1 of this machine's 8 cores, and has 0 ranks beside it: OMP_NUM_THREADS=8")
     assert silent == [[], [], []]
+
+
+def on_two_nodes(folder):
+    """What `shard` warns of where a rank may use cores of two NUMA nodes, and where it is bound to one."""
+    host_steps.NODES = Path(folder)
+    found = []
+    for cores in (set(range(8)), {4, 5, 6, 7}):
+        os.sched_getaffinity = lambda _, cores=cores: cores
+        logging.getLogger("zeroshard").addHandler(heard := Heard())
+        torch.set_num_threads(len(cores))
+        model = build()
+        zeroshard.shard(model, adam(model.parameters()), offload=Offload(optimizer="cpu", step="host"))
+        found.append(heard.said)
+    return found
+
+
+def test_a_rank_of_several_numa_nodes_is_warned(tmp_path):
+    for node, cores in enumerate(("0-2,3", "4-7", "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    ((several,), bound) = emulated.run(1, on_two_nodes, str(tmp_path))[0]
+    assert "cores of 2 NUMA nodes" in several and several.endswith("torchrun --numa-binding=node")
+    assert bound == []
+
+
+def halves(step):
+    """What `shard` says of split masters, whose optimizer rests beside the device, and which processor steps them."""
+    logging.getLogger("zeroshard").addHandler(heard := Heard())
+    os.sched_getaffinity = lambda _: {0}
+    model = build()
+    zero = zeroshard.shard(
+        model, adam(model.parameters()), stage=1, offload=Offload(optimizer="cpu", step=step),
+        precision=Precision(param_dtype=torch.bfloat16, split_master=True),
+    )  # fmt: skip
+    return heard.said, zero._engine.offload.step
+
+
+def both(steps):
+    return [halves(step) for step in steps]
+
+
+def test_where_the_default_is_the_host_shard_says_so_once():
+    """Split masters are stepped where they rest; who asks for that is told nothing."""
+    first, other = emulated.run(2, both, (None, "host"))
+    (((said,), step), asked), others = first, other
+    assert said.startswith("split masters are stepped in host memory") and 'Offload(step="host")' in said
+    assert step == "host" and asked == ([], "host") and others == [([], "host")] * 2
 
 
 def led(where):

@@ -24,12 +24,13 @@ from zeroshard import Comm, Layout, Offload, Precision
 WIDTH, BLOCKS, STEPS, BACKWARDS = 9, 3, 2, 2
 STAGES = (0, 1, 2, 3)
 DTYPES = {"fp32": None, "bf16": torch.bfloat16}
-OFFLOADS = {
+TIERS = {
     "none": {},
     "optimizer": {"optimizer": "cpu", "gradients": "cpu"},
     "host": dict.fromkeys(("parameters", "gradients", "optimizer"), "cpu"),
     "nvme": dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"),
 }
+OFFLOADS = {name: {**tiers, "step": "host"} if tiers else {} for name, tiers in TIERS.items()}  # test_device_step.py
 
 
 class Blocks(nn.Module):

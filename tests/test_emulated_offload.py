@@ -120,7 +120,7 @@ BATCH_ARRIVES = ("test_emulated_offload.py:backward", "copy to the device")
 
 def third_step(stage, dtype, tiers, clip, path):
     """Elements of the own shards; what a step moved, and for what the host waited."""
-    model, optimizer, zero = sharded(stage, dtype, Offload(**tiers, path=path))
+    model, optimizer, zero = sharded(stage, dtype, Offload(**tiers, step="host", path=path))
     for number in range(3):
         torch.emu.synchronize()
         with emulated.counted() as counts:

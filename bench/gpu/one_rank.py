@@ -1,7 +1,7 @@
 """Step: every stage on one device, with its states on it, in host memory and in files.
 
-On the device the bits are plain torch's there. What rests elsewhere is stepped by the CPU, whose AdamW has other bits:
-those are stage 0's in the same tier.
+Where the device steps, the bits are plain torch's there, in every tier. Where the CPU steps what rests elsewhere, its
+AdamW has other bits: those are stage 0's in the same tier.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .record import Record, each
 def run(record: Record) -> None:
     for dtype in training.DTYPES:
         record.ranks(f"{dtype}, on the device as plain torch", 1, on_the_device, dtype)
-        record.ranks(f"{dtype}, in other tiers as stage 0 there", 1, elsewhere, dtype, record.place.full)
+        record.ranks(
+            f"{dtype}, in other tiers as plain torch, or as stage 0 there", 1, elsewhere, dtype, record.place.full
+        )
 
 
 def on_the_device(kind: str, dtype: str) -> dict[str, str]:
@@ -41,10 +43,25 @@ def on_the_device(kind: str, dtype: str) -> dict[str, str]:
 
 
 def elsewhere(kind: str, dtype: str, all_stages: bool) -> dict[str, str]:
-    """all_stages: a rehearsal takes stage 3 alone."""
+    """States beside the device, against plain PyTorch where the device steps, and against stage 0 where the host does.
 
-    def trial(stage: int, tier: str) -> None:
-        training.compare(training.in_tier(kind, dtype, stage, tier), training.in_tier(kind, dtype, 0, tier))
+    all_stages: a rehearsal takes stage 3 alone.
+    """
+    want = training.plain(kind, dtype)
+
+    def there(stage: int, tier: str) -> None:
+        training.compare(training.in_tier(kind, dtype, stage, tier), want)
+
+    def on_the_host(stage: int, tier: str) -> None:
+        first = training.in_tier(kind, dtype, 0, tier, step="host")
+        training.compare(training.in_tier(kind, dtype, stage, tier, step="host"), first)
 
     stages = (1, 2, 3) if all_stages else (3,)
-    return each({f"stage {stage}, {tier}": partial(trial, stage, tier) for stage in stages for tier in ("cpu", "nvme")})
+    return each(
+        {
+            f"stage {stage}, {tier}{name}": partial(trial, stage, tier)
+            for name, trial in {"": there, ", stepped on the host": on_the_host}.items()
+            for stage in stages
+            for tier in ("cpu", "nvme")
+        }
+    )

@@ -34,6 +34,7 @@ from .record import Record
 
 SIZES_HERE = {**SIZES, "1B": Size(20, 2048, 16, 32768, sequences=8, tokens=1024)}
 HOST = {"optimizer": "cpu", "gradients": "cpu"}
+EVERYTHING = {**HOST, "parameters": "cpu"}
 ROWS: dict[str, dict[str, Any]] = {
     "plain": {},
     **{f"stage {stage}": {"stage": stage} for stage in range(4)},
@@ -42,9 +43,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "FSDP2": {"fsdp2": True},
     "FSDP2, clipped": {"fsdp2": True, "clip": 1.0},
     "stage 3, compiled": {"stage": 3, "compiled": True},
-    "stage 2, optimizer in host memory": {"stage": 2, "offload": HOST},
-    "stage 3, all in host memory": {"stage": 3, "offload": {**HOST, "parameters": "cpu"}},
-    "stage 3, optimizer in files": {"stage": 3, "offload": {"optimizer": "nvme"}},
+    "stage 2, optimizer in host memory": {"stage": 2, "offload": {**HOST, "step": "host"}},
+    "stage 2, optimizer in host memory, stepped on the device": {"stage": 2, "offload": HOST},
+    "stage 3, all in host memory": {"stage": 3, "offload": {**EVERYTHING, "step": "host"}},
+    "stage 3, all in host memory, stepped on the device": {"stage": 3, "offload": EVERYTHING},
+    "stage 3, optimizer in files": {"stage": 3, "offload": {"optimizer": "nvme", "step": "host"}},
+    "stage 3, optimizer in files, stepped on the device": {"stage": 3, "offload": {"optimizer": "nvme"}},
 }
 
 

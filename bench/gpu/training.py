@@ -133,11 +133,13 @@ def sharded(
         return run_of(history, model)
 
 
-def in_tier(kind: str, dtype: str, stage: int, tier: str) -> Run:
-    """With all states in host memory, or in files."""
+def in_tier(kind: str, dtype: str, stage: int, tier: str, **settings: Any) -> Run:
+    """With all states in host memory, or in files. settings: of `Offload`."""
     with tempfile.TemporaryDirectory() as folder:
         places: Any = dict.fromkeys(("parameters", "gradients", "optimizer"), tier)
-        return sharded(kind, dtype, stage, offload=Offload(**places, path=folder if tier == "nvme" else None))
+        return sharded(
+            kind, dtype, stage, offload=Offload(**places, **settings, path=folder if tier == "nvme" else None)
+        )
 
 
 def run_of(history: reference.History, model: torch.nn.Module) -> Run:

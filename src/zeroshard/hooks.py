@@ -187,8 +187,7 @@ class Feature:
 @functools.cache
 def features() -> tuple[Feature, ...]:
     """Load the manifests of all features that are here, in the order of `FILES`."""
-    here = [name for name in FILES if importlib.util.find_spec(f"{__package__}.{name}") is not None]
-    return tuple(importlib.import_module(f"{__package__}.{name}").FEATURE for name in here)
+    return tuple(importlib.import_module(f"{__package__}.{name}").FEATURE for name in FILES if present(name))
 
 
 @functools.cache
@@ -197,10 +196,15 @@ def answering(hook: str) -> tuple[Feature, ...]:
     return tuple(each for each in features() if getattr(type(each), hook) is not getattr(Feature, hook))
 
 
+def present(name: str) -> bool:
+    """Tell if a feature's file is here. name: of `FILES`."""
+    return importlib.util.find_spec(f"{__package__}.{name}") is not None
+
+
 def check_present(settings: Settings) -> None:
     """Refuse settings that ask for a feature whose file is not here."""
     for name, (_, asks) in FILES.items():
-        if asks(settings) and importlib.util.find_spec(f"{__package__}.{name}") is None:
+        if asks(settings) and not present(name):
             raise absent(name)
 
 

@@ -123,7 +123,7 @@ def state_dict(running: ModelState) -> dict[str, Any]:
         raise UserError(
             "torch.distributed.checkpoint wants all states in memory, and some rest in files, in halves, or beside the "
             "device that steps them",
-            expected='no state in "nvme", no Offload(step="device"), and no split_master',
+            expected='no state in "nvme", states that the host steps, Offload(step="host"), and no split_master',
             instead="zero.save(folder), which reads them bucket by bucket",
         )  # fmt: skip
     if cut := [slot.name for bucket in running.buckets for slot in bucket.plan.slots if slot.cut]:

@@ -86,7 +86,8 @@ class Asked(NamedTuple):
     @property
     def stepped_there(self) -> bool:
         """Are states that rest elsewhere stepped on the device?"""
-        return self.offload is not None and self.offload.stepped_there
+        told = self.offload
+        return told is not None and told.stepping(accelerator=self.accelerator, split=self.recipe.split).stepped_there
 
     def spread(self, stage: int) -> bool:
         """Tell whether the optimizer is sharded over all replicas, or hosts, at a stage: never at stage 0."""

@@ -37,7 +37,7 @@ _FIELDS = {
     ).or_none(),
     **{name: Field(lambda given: isinstance(given, str), 'is a size such as "24GB"').or_none() for name in BUDGETS},
     "digests": FLAG,
-    "step": one_of(Literal["host", "device"], "names a processor"),
+    "step": one_of(Literal["host", "device"], "names a processor").or_none(),
     "activations": one_of(Literal["device", "cpu", "nvme"], "names a tier"),
 }
 
@@ -51,9 +51,9 @@ class Offload:
     optimizer: its states, and masters where there are any. Each of the three may also be a number, the fraction of the
         bytes that rests in host memory (the rest stays on the device), or fractions by tier:
         `optimizer={"nvme": 0.5, "cpu": 0.3}`. Buckets are not split, so fractions are approximate.
-    step: the processor that steps states that rest beside an accelerator. "host": where they rest, so that only
-        gradients and weights cross the bus. "device": they cross it too, bucket by bucket, and have the bits of states
-        on the device. On the CPU both are one.
+    step: the processor that steps states that rest beside an accelerator. "device": they cross the bus, bucket by
+        bucket, and have the bits of states on the device. "host": where they rest, so that only gradients and masters
+        cross the bus. None is "device", and "host" for split masters, which `shard` then says. On the CPU both are one.
     path: where files go (needed for "nvme"): a folder on a local disk, not on tmpfs. Each rank makes a folder of its
         own in it, and removes it at the end; what killed runs have left goes at the next start.
     activations: what forward saves for backward, "cpu" or "nvme" as a whole: it goes out behind each unit's forward and
@@ -71,11 +71,10 @@ class Offload:
 
     `parameters="auto"`: `shard` chooses, for all states, the fastest that fits, by the planner's search, and says what
         to write in its place. Without `path` none rest in files. All ranks choose by the smallest. The other fields are
-        not given beside it.
+        not given beside it, but for `step`.
 
-    Changes no bits on the CPU, nor with a GPU that steps: any choice gives the same ones. The host beside a GPU gives
-        other bits than the GPU's AdamW; these are the same at every stage. `zeroshard plan` says what a choice costs in
-        time.
+    Changes no bits: any choice gives the same ones. Only `step="host"` beside a GPU gives those of the CPU's AdamW, the
+        same at every stage. `zeroshard plan` says what a choice costs in time.
 
     Raises `UserError` for a tier that a state cannot have, and for files without `path`; `TierError`, in a step, where
     a file cannot be read or written.
@@ -88,7 +87,7 @@ class Offload:
     parameters: Where = "device"
     gradients: Where = "device"
     optimizer: Where = "device"
-    step: Literal["host", "device"] = "host"
+    step: Literal["host", "device"] | None = None
     path: str | os.PathLike[str] | None = None
     digests: bool = True
     activations: str = "device"
@@ -131,7 +130,6 @@ class Offload:
             "optimizer": "device",
             "activations": "device",
             "digests": True,
-            "step": "host",
         }
         given = [name for name, usual in others.items() if getattr(self, name) != usual]
         if self.automatic and given:
@@ -155,9 +153,21 @@ class Offload:
         return self.parameters == AUTO
 
     @property
+    def leaves(self) -> bool:
+        """True if some of an optimizer's states rest off the device."""
+        return self.tiers("optimizer") != {DEVICE: 1.0}
+
+    @property
     def stepped_there(self) -> bool:
-        """True if an optimizer's states come to the device for each step."""
-        return self.step == "device" and self.tiers("optimizer") != {DEVICE: 1.0}
+        """True if an optimizer's states come to the device for each step; False where nobody has chosen."""
+        return self.step == "device" and self.leaves
+
+    def stepping(self, *, accelerator: bool, split: bool) -> Offload:
+        """Return this with the processor that steps, where two could. split: are masters split, which step where they
+        rest?"""
+        if self.step is not None or not (accelerator and self.leaves):
+            return self
+        return replace(self, step="host" if split else "device")
 
     @property
     def in_files(self) -> bool:

@@ -74,7 +74,10 @@ class Tiers:
         str, unset(WHERE, "What forward saves for backward; --offload leaves it on the device.", "device|cpu|nvme")
     ] = ""
     offload_step: Annotated[
-        str, unset(WHERE, "Which steps states that rest beside a GPU: the host, or the GPU itself.", "host|device")
+        str,
+        unset(
+            WHERE, "Which steps states that rest beside a GPU: the GPU, or the host, whose bits differ.", "host|device"
+        ),
     ] = ""
 
 

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ...arithmetic.sums import as_bytes, dense, same_bits, write_bytes
 from ...comm.agreement import Group
 from ...comm.all_or_none import Together
+from ...device import asynchronous
 from ...errors import PeerError
 from ...events import DEVICE, HOST, NVME
-from ...hooks import check_present, features, first
+from ...hooks import check_present, features, first, present
 from ...layout.partition import BucketPlan, Partition, Spec, partition
 from ...layout.stacked import stacked
 from ...layout.stage import STATES
@@ -45,7 +46,7 @@ from ..weights.unit import (
     materialise,
     named_tensors,
 )
-from .host_steps import warn_of_slow_steps
+from .host_steps import warn_of_host_steps, warn_of_slow_steps
 from .preflight import (
     OWN,
     agree,
@@ -150,6 +151,11 @@ class Assembly:
             self.asked = self.asked._replace(gradients=gradients_of(offload), files=offload.in_files)
             check_present(self.asked)
         self.told = False
+        asked, accelerator = self.offload, asynchronous(self.group.device)
+        there = accelerator and present("features.device_step")
+        self.offload = asked.stepping(accelerator=there, split=self.precision.split_master)
+        if accelerator and self.group.rank == 0:
+            warn_of_host_steps(asked, self.offload)
         warn_of_slow_steps(optimizers, self.offload, self.group.device)
 
     def _specs(self, layout: Layout, block: dict[str, int]) -> list[Spec]:

@@ -204,7 +204,7 @@ def sends(optimizer: Any) -> bool:
 
 def check_offload(optimizers: list[Any], offload: Offload) -> None:
     """Refuse optimizers that cannot be stepped bucket by bucket, if states rest off the device."""
-    stays = offload.automatic or replace(offload, step="host") in (Offload(), Offload(parameters="shared"))
+    stays = offload.automatic or replace(offload, step=None) in (Offload(), Offload(parameters="shared"))
     check_by_bucket(() if stays else optimizers)
 
 

@@ -10,7 +10,6 @@ from rich.markup import escape
 from zeroshard.cli import screen
 from zeroshard.cli.policies import comm_of, layout_of
 from zeroshard.cli.screen import Amount
-from zeroshard.events import DEVICE
 from zeroshard.planner.answer import Plan
 from zeroshard.planner.fitting import UNTOLD, Fit, Fitting, Found, Need
 from zeroshard.planner.line import changed, of_fit
@@ -107,10 +106,10 @@ def _assumed(found: Plan, fitting: Fitting) -> list[str]:
         rates = f"{found.disk.read / 1e9:.3g} GB/s read, {found.disk.write / 1e9:.3g} written"
         said.append(f"the disk's speed, {rates}: {known}")
     best = fitting.best
-    if best is not None and best.way.share("optimizer", DEVICE) < 1:
+    if best is not None and best.way.step == "host":
         said.append(
-            "states that rest off the device are updated by the CPU, whose AdamW rounds otherwise than the GPU's: the "
-            "same bits at every stage, but not those of states on the device"
+            "stepped on the host: the CPU's AdamW rounds otherwise than the GPU's, so bits are equal at every stage, "
+            "but not those of states on the device"
         )
     if any(fit.way.in_backward for each in fitting.found for fit in each.fits):
         said.append("with the optimizer in backward nothing is clipped, and a step has one backward")

@@ -24,7 +24,7 @@ from ..policies.offload import BUDGETS, Offload
 from . import formats, from_shapes, line, transformer
 from .asked import Asked
 from .disk import ASSUMED
-from .fitting import PARTS, Machines, Need, Numbers, Search, Way, allowed, places
+from .fitting import PARTS, Machines, Need, Numbers, Search, Way, allowed, places, steps
 from .quantities import budget, size
 from .recipes import Recipe
 
@@ -169,6 +169,7 @@ class Fixed(Search):
         """moves: may the optimizer's states leave the device?"""
         super().__init__(machine)
         self._moves, self._stage, self._early = moves, assembly.stage, assembly.asked.in_backward
+        self._host = assembly.offload.step == "host"
         # Where all shards are equal one rank stands for all. Else ranks have unequal parts of buckets, each of which is
         # in one tier, and each rank counts.
         group, even = assembly.group, assembly.partition.even
@@ -188,7 +189,8 @@ class Fixed(Search):
     def ways(self, numbers: list[Numbers]) -> Iterator[tuple[Way, tuple[str, ...]]]:
         filed = self.of.most.files > 0
         for each, (tiers, mix) in itertools.product(numbers, places(early=self._early, filed=filed)):
-            way = Way(self._stage, each, tiers, self._early)
+            able = steps(self.of.base, each, mix)  # "device" comes first, which has the bits of states there
+            way = Way(self._stage, each, tiers, self._early, step=able[-1 if self._host else 0])
             stays = mix == (DEVICE,) and all(tiers[kind] == {DEVICE: PARTS} for kind in STATES[:2])
             if (self._moves or stays) and allowed(way, self.of.base):
                 yield way, mix

@@ -167,14 +167,15 @@ class Clock:
         return self._networks[buckets]
 
     def work(
-        self, at: Mapping[str, Mapping[str, float]], *, recompute: bool, away: Mapping[str, int], buckets: int
-    ) -> Work:
-        """Count a step. at: {kind of states: {tier: its fraction}}. away: bytes of activations in other tiers."""
+        self, at: Mapping[str, Mapping[str, float]], *, there: bool, recompute: bool, away: Mapping[str, int],
+        buckets: int,
+    ) -> Work:  # fmt: skip
+        """Count a step. at: {kind of states: {tier: its fraction}}. there: does the device step states that rest beside
+        it? away: bytes of activations in other tiers."""
         asked, recipe = self.asked, self.recipe
         off = {kind: 1 - found.get(DEVICE, 0.0) for kind, found in at.items()}
         width, summed, kept = self.width, self.summed, self.kept or self.summed
         backwards = 1 if asked.no_sync else asked.accumulate
-        there = asked.stepped_there
         hosts = 0.0 if there else off["optimizer"]  # the part that the host steps
         moved = max(off["gradients"], hosts) if not recipe.in_backward else hosts
         out = summed * self.sums * (moved + (backwards - 1) * off["gradients"])

@@ -71,6 +71,7 @@ class Way(NamedTuple):
     recompute: bool = False
     activations: Literal["device", "cpu", "nvme"] = "device"
     small: bool = False  # are messages a quarter of a unit, and no unit gathered ahead?
+    step: Literal["device", "host"] | None = None  # where states that leave are stepped, beside an accelerator
 
     def share(self, kind: str, tier: str) -> float:
         return self.at[kind].get(tier, 0) / PARTS
@@ -86,7 +87,8 @@ class Way(NamedTuple):
         files = self.activations == "nvme" or any(self.at[kind].get(NVME) for kind in STATES)
         if all(where == "device" for where in told.values()) and self.activations == "device":
             return None
-        return Offload(**told, activations=self.activations, path=PATH if files else None)
+        step = None if self.step == "device" else self.step  # which is the default
+        return Offload(**told, step=step, activations=self.activations, path=PATH if files else None)
 
     def layout(self, unit_nbytes: int) -> Words:
         """Return fields of `Layout`. unit_nbytes: of a unit's parameters, of which small messages are a quarter."""
@@ -128,6 +130,8 @@ class Way(NamedTuple):
             yield f"{' and '.join(held)} in {tier}"
 
     def _else(self) -> Iterator[str]:
+        if self.step is not None:
+            yield f"stepped on the {self.step}"
         if self.numbers.recipe.split:
             yield "split masters"
         if self.in_backward:
@@ -171,7 +175,8 @@ class Fit:
             "layout": dict(self.way.layout(self.unit_nbytes)),
             "comm": dict(self.way.comm),
             "offload": offload and {
-                **{kind: getattr(offload, kind) for kind in STATES}, "activations": offload.activations,
+                **{kind: getattr(offload, kind) for kind in STATES}, "step": self.way.step,
+                "activations": offload.activations,
             },
             "optimizer_in_backward": self.way.in_backward,
             "need": self.need._asdict(),
@@ -465,8 +470,17 @@ def frames(base: Asked, numbers: Numbers, *, filed: bool, tell: bool) -> Iterato
                 continue  # one rank shards nothing: only masters that stand for parameters are another way
             if eighths and (mix != (D,) or D not in at or len(at) > 1):
                 continue  # torchao's states rest on the device
-            for recompute, away, small in itertools.product((False, True), moves, (False, True)):
-                yield Way(stage, numbers, tiers, early, recompute, away, small), mix
+            for recompute, away, small, step in itertools.product(
+                (False, True), moves, (False, True), steps(base, numbers, mix)
+            ):
+                yield Way(stage, numbers, tiers, early, recompute, away, small, step), mix
+
+
+def steps(base: Asked, numbers: Numbers, mix: tuple[str, ...]) -> tuple[Literal["device", "host"] | None, ...]:
+    """Return the processors that can step states of these tiers. Split masters are stepped where they rest."""
+    if mix == (D,) or not base.accelerator:
+        return (None,)
+    return ("host",) if numbers.recipe.split else ("device", "host")
 
 
 def places(*, early: bool, filed: bool) -> Iterator[tuple[At, tuple[str, ...]]]:
@@ -539,7 +553,7 @@ class Search:
     def need(self, way: Way) -> Need:
         """Plan a way; return what it takes."""
         asked = way.asked(self.of.base, self.of.unit_nbytes)
-        key = (way.stage, way.numbers.recipe.name, _key(way.at), way.in_backward, way.small)
+        key = (way.stage, way.numbers.recipe.name, _key(way.at), way.in_backward, way.small, way.step)
         if key not in self._plans:
             self._planned[key] = way
             self._plans[key] = self.of.planned(way.stage, asked, bytes_alone=True)
@@ -571,7 +585,9 @@ class Search:
 
     def _work(self, way: Way) -> Any:
         units = self.of.body.layers * (4 if way.small else 1)
-        return self.clock(way).work(way.fractions, recompute=way.recompute, away=self._away(way), buckets=units)
+        return self.clock(way).work(
+            way.fractions, there=way.step == "device", recompute=way.recompute, away=self._away(way), buckets=units
+        )
 
     def _away(self, way: Way) -> Mapping[str, int]:
         if way.activations == "device":
@@ -679,7 +695,7 @@ class Search:
         """
         key = (way.stage, way.numbers.recipe.name, way.in_backward, way.small, way.recompute, way.activations)
         if key not in self._least:
-            away = way._replace(at={kind: {H: PARTS} for kind in STATES})
+            away = way._replace(at={kind: {H: PARTS} for kind in STATES}, step="host")
             asked = away.asked(self.of.base, self.of.unit_nbytes)._replace(accelerator=False)
             if key[:4] not in self._passing:
                 self._passing[key[:4]] = _without_casts(self.of.planned(way.stage, asked, bytes_alone=True))

@@ -240,8 +240,8 @@ def test_manifests_of_thousands_of_ranks():
     says(
         "checkpoints.md",
         f"on {whole['ranks']:,} ranks: a manifest of {rounded(manifest / 1e6, 2)} MB, parts of at most {rounded(part / 1e6, 2)} MB, and "
-        f"{rounded(told / 1e6, 2)} MB between ranks; one of 1,024 loading ranks reads {some['parts']} parts in "
-        f"{rounded(some['seconds'], 1)} s, one of 8 reads {few['parts']} in {rounded(few['seconds'])} s",
+        f"{rounded(told / 1e6, 2)} MB sent between ranks. If 1,024 ranks load it, a rank reads {some['parts']} parts in "
+        f"{rounded(some['seconds'], 1)} s; if 8 ranks load it, a rank reads {few['parts']} parts in {rounded(few['seconds'])} s",
     )
     text = (ROOT / "docs" / "clusters.md").read_text()
     for name, nbytes in (
@@ -266,8 +266,8 @@ def test_on_one_gpu():
         f"| FSDP2, sums in fp32 | {over['FSDP2']} |",
         f"| stage 3, compiled, over plain that is not | {over['stage 3, compiled']} |",
         f"| clipped: stage 3, FSDP2, plain | {over['stage 3, clipped']}, {over['FSDP2, clipped']}, {over['plain, clipped']} |",
-        f"| stage 3, all in host memory (16 cores) | {over['stage 3, all in host memory']} |",
-        f"| stage 2, optimizer and gradients in host memory (16 cores) | {over['stage 2, optimizer in host memory']} |",
+        f'| stage 3, all in host memory, `step="host"` (16 cores) | {over["stage 3, all in host memory"]} |',
+        f'| stage 2, optimizer and gradients in host memory, `step="host"` (16 cores) | {over["stage 2, optimizer in host memory"]} |',
         f"a step takes {rounded(found['stage 3, all in host memory']['step ms'] / 1000, 2)} s",
         f"{launches['stage 0']} at stages 0 to 2, {launches['stage 3']} at stage 3, FSDP2 {launches['FSDP2']}",
     )

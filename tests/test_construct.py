@@ -85,7 +85,7 @@ def test_public_names_are_locked():
             ("parameters", "device"),
             ("gradients", "device"),
             ("optimizer", "device"),
-            ("step", "host"),
+            ("step", None),
             ("path", None),
             ("digests", True),
             ("activations", "device"),

@@ -105,16 +105,15 @@ PLACED = (*STATES, "activations", "step")  # what --offload-... names; --offload
 
 
 def places(offload: str, **given: str) -> dict[str, str]:
-    """Return {state: where it rests} by --offload and --offload-STATE, without what stays on the device, and "step" if
-    states that rest elsewhere are stepped there all the same.
+    """Return {state: where it rests} by --offload and --offload-STATE, without what stays on the device, and "step":
+    the processor that --offload-step names.
 
     given: of the names in `PLACED`.
     """
     if offload not in ("", "cpu", "nvme"):
         raise InputError(f"--offload must be cpu or nvme, got {offload!r}; for one state --offload-optimizer and so on")
     found = {what: given.get(what) or (offload if what in STATES else "") for what in PLACED}
-    usual = {what: "host" if what == "step" else "device" for what in PLACED}
-    return {what: where for what, where in found.items() if where not in ("", usual[what])}
+    return {what: where for what, where in found.items() if where and (what == "step" or where != "device")}
 
 
 def offload_of(places: Mapping[str, str], path: str) -> Any:

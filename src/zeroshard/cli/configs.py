@@ -35,7 +35,7 @@ def configured(path: str, options: dict[str, Any], given: Collection[str]) -> No
     }
     for what in PLACED:
         where = getattr(found.get("offload"), what, "device")
-        if where != "device" and "offload" not in given:
+        if where not in ("device", None) and "offload" not in given:
             answers[f"offload_{what}"] = str(where)
     if options["params"] is None:
         answers["bucket_mib"] = layout.bucket_mib

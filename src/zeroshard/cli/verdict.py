@@ -77,8 +77,8 @@ def _sentence(found: Plan, stage: StagePlan, amount: Amount, *, fits: bool) -> s
         said = f"[bold]Stage {stage.stage} holds {_held(stage, amount)}[/bold] {per} at rest"
         if found.host_mem is not None:
             return f"{said}; host memory {'suffices' if fits else 'does not suffice'}."
-        whose = "of it on the device " if stage.host or stage.files else ""
-        less = f", {whose}{1 / (1 - stage.saved):.3g} times less than stage 0" if 0 < stage.saved < 1 else ""
+        where = " on the device" if stage.host or stage.files else ""
+        less = f", {1 / (1 - stage.saved):.3g} times less{where} than stage 0" if 0 < stage.saved < 1 else ""
         return f"{said}{less}. --gpu h100-80 says what fits."
     limit, spare = f"{amount(found.gpu_mem)} {unit}", amount(abs(found.gpu_mem - stage.most))
     if fits:

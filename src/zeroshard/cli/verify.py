@@ -304,7 +304,7 @@ def notes(question: Question, cells: Sequence[Cell], trains: bool) -> list[str]:
     if question.precision == "bf16-split" and any(question.masters_alone(cell.configuration) for cell in cells):
         said.append("stage 3 on the device: masters alone rest of sharded parameters, and nothing is split there")
     if "all" in question.optimizer_over and (0 in question.stages or 1 in question.replicas):
-        said.append("over all: it takes several replicas, and a stage above 0, at which each rank keeps all states")
+        said.append("--optimizer-over all needs several replicas, and stage 1, 2 or 3")
     if not trains:
         said.append("no parameter changed in all these steps: equal bits say little about gradients here")
     for ranks in question.ranks:

@@ -52,7 +52,7 @@ class Question:
     gpu: Annotated[
         str | None, unset(COMMON, "h100-80, a100-40, l4, ...: does it fit, and if not, what would?", "NAME")
     ] = None
-    gpu_mem: Annotated[str | None, unset(COMMON, "The same of 80GiB, 80GB, 24576MiB.", "BUDGET")] = None
+    gpu_mem: Annotated[str | None, unset(COMMON, "Or a GPU by its memory: 80GiB, 80GB, 24576MiB.", "BUDGET")] = None
     host_mem: Annotated[str | None, unset(COMMON, "A rank's share of host memory: what fits into both?", "BUDGET")] = (
         None
     )

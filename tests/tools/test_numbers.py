@@ -53,12 +53,13 @@ def test_which_stage_sends_least():
 
 
 def test_passes_of_a_step():
-    """README.md and docs/choose-a-stage.md: the model twice, at stage 3 three times; A + 1 and 3A with A backwards."""
+    """README.md and docs/choose-a-stage.md: two numbers per parameter, at stage 3 three; A + 1 and 3A with A backwards."""
     for backwards in (1, 4):
         found = zeroshard.plan("7B", Machine(ranks=8), step=Step(accumulate=backwards)).stages
         assert [stage.traffic.passes for stage in found] == [backwards + 1] * 3 + [3 * backwards]
-    assert "Stages 0 to 2 send the model twice in a step, stage 3 three times" in page("README.md")
-    assert "3A passes of the parameters in a step of A backwards, where the other stages take A + 1" in page(
+    said = "For each parameter a step sends two numbers (weights or gradients) at stages 0 to 2, and three at stage 3."
+    assert said in page("README.md")
+    assert "3A passes in a step of A backwards, and the other stages send A + 1 passes" in page(
         "docs/choose-a-stage.md"
     )
 
@@ -80,6 +81,16 @@ def test_how_much_longer_a_step_in_host_memory_takes():
     """docs/choose-a-stage.md repeats what docs/gpus.md measured."""
     (measured,) = cells("docs/gpus.md", 'stage 3, all in host memory, `step="host"` (16 cores)')
     assert f"took {measured} times as long as plain PyTorch's" in page("docs/choose-a-stage.md")
+
+
+def test_what_to_expect_on_a_gpu():
+    """docs/your-gpu.md repeats what docs/gpus.md measured."""
+    stages, (fsdp2,) = cells("docs/gpus.md", "stages 0, 1, 2, 3"), cells("docs/gpus.md", "FSDP2, sums in fp32")
+    said, each = page("docs/your-gpu.md"), sorted(stages[0].split(", "))
+    assert f"{each[0]} to {each[-1]} times the time of plain PyTorch; FSDP2 took {fsdp2}" in said
+    clipped = cells("docs/gpus.md", "clipped: stage 3, FSDP2, plain")[0].partition(",")[0]
+    (host,) = cells("docs/gpus.md", 'stage 3, all in host memory, `step="host"` (16 cores)')
+    assert f"clips gradients | {clipped} times |" in said and f'`step="host"` | {host} times;' in said
 
 
 HOSTS = {"one replica of 64": Comm(), "`hosts=8`": Comm(hosts=8), "`replicas=8`": Comm(replicas=8),
@@ -119,9 +130,10 @@ def test_between_hosts_in_words():
         (found,) = plan_of(**asked, preset="zeroshard", comm=Comm(hosts=8), accumulate=backwards).stages
         sent[backwards] = {name: nbytes / asked["params"] for name, nbytes in found.slow_link._asdict().items()}
     one, four = sent[1], sent[4]
-    said = f"""a rank sends {one["sent"]:.2f} bytes per parameter between hosts in a step, not {one["with_one"]:.2f} (bf16,
-        fp32 sums, one backward; over gloo, which gathers by broadcasts, not {one["with_one_gloo"]:.2f}). With four
-        backwards it is {four["sent"]:.2f}, not {four["with_one"]:.2f}."""
+    said = f"""a rank sends {one["sent"]:.2f} bytes per parameter between hosts in a step. Without `hosts` it sends
+        {one["with_one"]:.2f}, or {one["with_one_gloo"]:.2f} over gloo, which gathers by broadcasts. These numbers are for
+        bf16, fp32 sums and one backward. With four backwards it sends {four["sent"]:.2f}, and without `hosts`
+        {four["with_one"]:.2f}."""
     assert " ".join(said.split()) in page("docs/hosts.md")
     team, spread = (
         zeroshard.plan(
@@ -134,7 +146,8 @@ def test_between_hosts_in_words():
         .links.between
         for over in ("team", "all")
     )
-    assert f"in fp32 {spread / team:g} times as much on average over the ranks" in page("docs/hosts.md")
+    said = f"in fp32, it sends {spread / team:g} times as many bytes as `replicas` alone on average over the ranks"
+    assert said in page("docs/hosts.md")
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.md")))
@@ -178,8 +191,9 @@ def test_how_even_the_owners_of_matrices_are(tmp_path):
             (ROOT / "docs" / "shapes" / "gpt2", 8, WHOLE), (tmp_path / "llama.json", 64, ["layers.*"])
         )
     )  # fmt: skip
-    said = f"With GPT-2's matrices the busiest of 8 ranks has {gpt2:.2f} of the mean; with those of Llama 2 7B the busiest of "
-    assert f"{said}64 ranks has {llama:.2f}." in page("docs/optimizers.md")
+    said = f"With GPT-2's matrices the busiest of 8 ranks has {gpt2:.2f} times the mean work of a rank. "
+    then = f"With the matrices of Llama 2 7B the busiest of 64 ranks has {llama:.2f} times the mean work."
+    assert said + then in page("docs/optimizers.md")
 
 
 def test_bytes_of_split_masters():
@@ -238,7 +252,10 @@ def test_how_large_a_log_of_a_step_is(tmp_path):
                 optimizer.zero_grad()
                 sizes.append(sum(path.stat().st_size for path in folder.rglob("*")))
         grown.append((sizes[-1] - sizes[0]) / 3 / 1000)
-    assert f"and {grown[0]:.0f} and {grown[1]:.0f} kB of file" in page("docs/diff.md")
+    said = page("docs/diff.md")
+    assert all(
+        f"and writes {size:.0f} kB. {then}" in said for size, then in zip(grown, ("With", "A trace"), strict=True)
+    )
 
 
 @pytest.mark.full
@@ -290,9 +307,8 @@ def test_what_a_stage_sends_is_said_in_bytes():
     """README.md and docs/choose-a-stage.md: of 7 B parameters in bf16 on 8 ranks, for one backward."""
     sent = [stage.traffic.total.sent / 1e9 for stage in zeroshard.plan(Model("7B"), Machine(ranks=8)).stages]
     said = f"sends {sent[0]:.2f}, {sent[1]:.2f}, {sent[2]:.2f} and {sent[3]:.2f} GB"
-    assert f"{said} in a step. Stage 0 sends more than stages 1 and 2 because it sends averages in fp32" in page(
-        "README.md"
-    )
+    why = "Stage 0 sends more than stages 1 and 2 because it sends averaged gradients in fp32"
+    assert f"{said} in a step. {why}" in page("README.md")
     chosen = " ".join(page("docs/choose-a-stage.md").split())
     assert said in chosen and 3 * sent[1] == pytest.approx(2 * sent[0])
     fp32 = zeroshard.plan(Model("7B", preset="fp32"), Machine(ranks=8)).stages

@@ -467,7 +467,7 @@ def test_an_optimizer_over_all_is_held_against_plain_torch(warm):
     assert (code, found["equal"]) == (0, True)
     runs = [(each["stage"], each["replicas"], each["over"]) for each in found["results"][::2]]
     assert runs == [(0, 1, "team"), (3, 1, "team"), (3, 2, "all"), (0, 2, "team"), (3, 2, "team")]
-    assert any(note.startswith("over all: it takes several replicas") for note in found["notes"])
+    assert any(note.startswith("--optimizer-over all needs several replicas") for note in found["notes"])
 
 
 def test_equal_means_bits():

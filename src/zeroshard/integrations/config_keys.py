@@ -79,9 +79,9 @@ def _offload(state: str, name: str) -> dict[str, Key]:
 ZERO = {
     "stage": fact("stage", _stage, "`stage=`", auto=False),
     "reduce_bucket_size": fact(
-        "reduce_elements", count, "`Layout(bucket_mib=...)`: elements times the parameters' bytes; the smaller of the two"
+        "reduce_elements", count, "`Layout(bucket_mib=...)`: elements times bytes per parameter; the smaller of this key and the next one"
     ),
-    "allgather_bucket_size": fact("gather_elements", count, "as `reduce_bucket_size`: what is reduced together is gathered together"),
+    "allgather_bucket_size": fact("gather_elements", count, "as `reduce_bucket_size`: zeroshard reduces and gathers the same buckets"),
     "overlap_comm": policy("comm", "overlap", flag, "`Comm(overlap=...)`"),
     "contiguous_gradients": ignored("gradients are always contiguous in their bucket"),
     "reduce_scatter": ignored("what is sharded is reduced to its owner only"),
@@ -97,7 +97,7 @@ ZERO = {
     "cpu_offload_param": fact("parameters", _old_offload, '`Offload(parameters="cpu")`'),
     "cpu_offload_use_pin_memory": ignored("host memory is pinned where there is a GPU"),
     "stage3_prefetch_bucket_size": policy(
-        "comm", "prefetch", _gathers_ahead, "`Comm(prefetch=0)` where it is 0; else one unit ahead, whatever its size"
+        "comm", "prefetch", _gathers_ahead, "0: `Comm(prefetch=0)`; any other size: `Comm(prefetch=1)`, one unit ahead"
     ),
     "stage3_param_persistence_threshold": ignored(SHARDED),
     "stage3_model_persistence_threshold": ignored(SHARDED),
@@ -121,14 +121,14 @@ ZERO = {
         "A second copy of the parameters inside each node is not there", "`Comm(replicas=...)` keeps gathers inside a node", 1
     ),
     "zero_quantized_weights": refused(
-        "Weights are not sent in fewer bits than they rest in", "`Precision(fp8=True)` rests and sends them in 8 bits", False
+        "Weights are not sent in fewer bits than they rest in", "`Precision(fp8=True)` stores and sends weights in 8 bits", False
     ),
     "zero_quantized_nontrainable_weights": refused("Frozen weights are sent as they are", "Leave it out", False),
     "zero_quantized_gradients": refused(
-        "Its bits are not DeepSpeed's, which rounds otherwise", "`Comm(reduce=\"int8\")` sends a byte an element, by name", False
+        "Its bits are not DeepSpeed's, which rounds otherwise", "`Comm(reduce=\"int8\")` sends one byte per element", False
     ),
     "zeropp_loco_param": refused(REMOVED, "Leave it out"),
-    "mics_shard_size": refused(REMOVED, "`Comm(replicas=...)`: ranks divided by this size", -1),
+    "mics_shard_size": refused(REMOVED, "`Comm(replicas=...)`: the number of ranks divided by this size", -1),
     "mics_hierarchical_params_gather": refused(REMOVED, "`Comm(replicas=...)`", False),
     "zenflow": refused("ZenFlow updates with gradients of earlier steps, which changes the training", "Leave it out"),
 }  # fmt: skip
@@ -153,10 +153,10 @@ DEEPSPEED: Mapping[str, Key] = {
     "bf16.check_grad_overflow": policy("precision", "nonfinite", _overflow, '`Precision(nonfinite="skip")`, or "ignore"'),
     "bf16.immediate_grad_update": ignored("gradients are added up as they come"),
     "bf16.bf16_master_weights_and_grads": fact("low_masters", flag, "`Precision(master_dtype=torch.bfloat16, grad_dtype=torch.bfloat16)`"),
-    "bf16.bf16_optimizer_states": fact("low_states", flag, "an optimizer's states have the dtype of its masters; refused where these are fp32"),
+    "bf16.bf16_optimizer_states": fact("low_states", flag, "states always have the dtype of the masters; refused if the masters are fp32"),
     "fp16.enabled": fact("fp16", flag, "`Precision(param_dtype=torch.float16)`, and a `torch.amp.GradScaler` in the loop"),
     "fp16.auto_cast": fact("fp16_casts", flag, "`Precision(cast_inputs=True)`"),
-    "fp16.loss_scale": fact("loss_scale", number, "0: a `GradScaler`; else multiply the loss, and divide the gradients"),
+    "fp16.loss_scale": fact("loss_scale", number, "0: a `GradScaler`; else multiply the loss by this scale, and divide the gradients by it"),
     "fp16.initial_scale_power": fact("scale_power", number, "`GradScaler(init_scale=2**n)`"),
     "fp16.loss_scale_window": fact("scale_window", count, "`GradScaler(growth_interval=n)`"),
     "fp16.hysteresis": ignored("a `GradScaler` halves its scale at the first overflow"),
@@ -164,22 +164,22 @@ DEEPSPEED: Mapping[str, Key] = {
     "fp16.min_loss_scale": ignored("a `GradScaler` has no least scale"),
     "fp16.fp16_master_weights_and_grads": fact("low_masters", flag, "`Precision(master_dtype=torch.float16, grad_dtype=torch.float16)`"),
     "torch_autocast.enabled": fact("autocast", flag, "`with torch.autocast(...)` in the loop"),
-    "torch_autocast.dtype": fact("autocast_dtype", dtype, "its dtype"),
+    "torch_autocast.dtype": fact("autocast_dtype", dtype, "`torch.autocast(..., dtype=...)`"),
     "torch_autocast.lower_precision_safe_modules": ignored("torch's autocast has lists of its own"),
     "communication_data_type": policy("precision", "reduce_dtype", dtype, "`Precision(reduce_dtype=...)`"),
     "data_types.grad_accum_dtype": policy("precision", "grad_dtype", dtype, "`Precision(grad_dtype=...)`"),
     "data_types.param_dtype": policy("precision", "param_dtype", dtype, "`Precision(param_dtype=...)`"),
-    "data_types.buffer_dtype": refused("Buffers keep their own dtype", "`buffer.to(...)` before `shard`"),
+    "data_types.buffer_dtype": refused("Buffers keep their own dtype", "Call `buffer.to(...)` before `shard`"),
     "data_types.keep_in_fp32_modules": ignored("buffers keep their own dtype"),
     "gradient_clipping": loop("clip", number, "`torch.nn.utils.clip_grad_norm_(model.parameters(), value)` in the loop"),
-    "gradient_accumulation_steps": loop("accumulate", positive, "that many backwards per step in the loop, each loss divided by it"),
+    "gradient_accumulation_steps": loop("accumulate", positive, "this number of backwards per step in the loop; divide each loss by this number"),
     "train_micro_batch_size_per_gpu": loop("micro_batch", positive, "your loader's batch size"),
     "train_batch_size": loop("batch", positive, "micro-batch times accumulation times ranks"),
-    "optimizer.type": fact("optimizer_type", text, "a `torch.optim` object of yours; `settings(...).loop` says which"),
-    "optimizer.params": fact("optimizer_params", lambda _draft, _key, value: dict(value), "its arguments"),
+    "optimizer.type": fact("optimizer_type", text, "make your own `torch.optim` object; `settings(...).loop` says which"),
+    "optimizer.params": fact("optimizer_params", lambda _draft, _key, value: dict(value), "the arguments of your optimizer or scheduler"),
     "optimizer.legacy_fusion": ignored("the optimizer is yours"),
-    "scheduler.type": fact("scheduler_type", text, "a scheduler of yours; `settings(...).loop` says which"),
-    "scheduler.params": fact("scheduler_params", lambda _draft, _key, value: dict(value), "its arguments"),
+    "scheduler.type": fact("scheduler_type", text, "make your own scheduler; `settings(...).loop` says which"),
+    "scheduler.params": fact("scheduler_params", lambda _draft, _key, value: dict(value), "the arguments of your optimizer or scheduler"),
     "aio": ignored(FILES),
     "activation_checkpointing": ignored(
         "configures `deepspeed.checkpointing`, which a model calls itself; `Layout(recompute=True)`, or torch's own"
@@ -213,13 +213,13 @@ DEEPSPEED: Mapping[str, Key] = {
     "autotuning": ignored("`zeroshard plan` answers before a run"),
     "compile": ignored("`torch.compile` is yours; before or after `shard`"),
     "elasticity": refused(REMOVED, "Resume on another number of ranks: `zero.load`"),
-    "sparse_gradients": refused(REMOVED, "Dense gradients", False),
-    "sparse_attention": refused(REMOVED, "An attention of your own"),
+    "sparse_gradients": refused(REMOVED, "Use dense gradients", False),
+    "sparse_attention": refused(REMOVED, "Write the attention in your model"),
     "eigenvalue": refused(REMOVED, "Leave it out"),
     "graph_harvesting": refused(REMOVED, "Leave it out", False),
-    "curriculum_learning": refused("Batches are yours to choose", "A sampler of yours"),
-    "progressive_layer_drop": refused("The model's forward is yours", "Drop layers there"),
-    "data_efficiency": refused("Batches are yours to choose", "A sampler of yours"),
+    "curriculum_learning": refused("Batches are yours to choose", "Use your own sampler"),
+    "progressive_layer_drop": refused("The model's forward is yours", "Drop layers in the model's forward"),
+    "data_efficiency": refused("Batches are yours to choose", "Use your own sampler"),
     "quantize_training": refused("Weights are not quantized by a schedule here", "`Precision(fp8=True)`, or leave it out"),
     "compression_training": refused("Weights are not quantized or pruned here", "Leave it out"),
     "weight_quantization": refused("Weights are not quantized for inference here", "Leave it out"),
@@ -285,15 +285,15 @@ def _ahead(draft: Draft, key: str, value: Any) -> int:
     return int(one_of(draft, key, str(value).upper(), {"BACKWARD_PRE": 1, "BACKWARD_POST": 1, "NO_PREFETCH": 0}))
 
 
-TENSOR = ("Tensors and sequences are not split here", 'torch splits them; `Comm(group=mesh["dp"])` shards beside it', 1)
+TENSOR = ("Tensors and sequences are not split here", 'split them with torch; shard with `Comm(group=mesh["dp"])`', 1)
 
 ACCELERATE: Mapping[str, Key] = {
     "compute_environment": refused("Only runs on machines of your own are read", "`compute_environment: LOCAL_MACHINE`", "LOCAL_MACHINE"),
-    "distributed_type": fact("kind", _kind, "FSDP: `stage=3`; DEEPSPEED: its section's; MULTI_GPU, MULTI_CPU, NO: `stage=0`", auto=False),
+    "distributed_type": fact("kind", _kind, "FSDP: `stage=3`; DEEPSPEED: the stage in `deepspeed_config`; MULTI_GPU, MULTI_CPU, NO: `stage=0`", auto=False),
     "mixed_precision": fact(
         "mixed", _mixed,
         "with FSDP `Precision(param_dtype=..., reduce_dtype=..., cast_inputs=\"units\")`, with DEEPSPEED `param_dtype` alone, "
-        "else `torch.autocast` in the loop; fp16 also a `torch.amp.GradScaler`",
+        "else `torch.autocast` in the loop; fp16 also needs a `torch.amp.GradScaler`",
     ),
     "num_processes": loop("ranks", positive, "`torchrun --nproc-per-node`; `plan --ranks`"),
     "num_machines": loop("machines", positive, "`torchrun --nnodes`"),
@@ -321,14 +321,14 @@ ACCELERATE: Mapping[str, Key] = {
         "HYBRID_SHARD, HYBRID_SHARD_ZERO2: as the first two, with `Comm(replicas=machines)`", auto=False,
     ),
     "fsdp_config.fsdp_reshard_after_forward": fact(
-        "strategy", _strategy, "true: `stage=3`; false: also `Comm(release_after_forward=False)`; in version 1 as `fsdp_sharding_strategy`",
+        "strategy", _strategy, "true: `stage=3`; false: `stage=3` and `Comm(release_after_forward=False)`; in FSDP's version 1 as `fsdp_sharding_strategy`",
         auto=False,
     ),
     "fsdp_config.fsdp_offload_params": fact("all", flag, '`Offload(parameters="cpu", gradients="cpu", optimizer="cpu")`'),
     "fsdp_config.fsdp_auto_wrap_policy": fact(
-        "wrap", _wrap, "TRANSFORMER_BASED_WRAP: the classes below; SIZE_BASED_WRAP: units are found; NO_WRAP: `Layout(units=[])`"
+        "wrap", _wrap, "TRANSFORMER_BASED_WRAP: the classes of the next key; SIZE_BASED_WRAP: zeroshard finds the units; NO_WRAP: `Layout(units=[])`"
     ),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": fact("classes", _names, '`Layout(units=["LlamaDecoderLayer"])`; without it units are found'),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": fact("classes", _names, '`Layout(units=["LlamaDecoderLayer"])`; without this key zeroshard finds the units'),
     "fsdp_config.fsdp_min_num_params": ignored("units are found by the model's own blocks"),
     "fsdp_config.fsdp_backward_prefetch": policy("comm", "prefetch", _ahead, "NO_PREFETCH: `Comm(prefetch=0)`; else one unit ahead, the default"),
     "fsdp_config.fsdp_forward_prefetch": ignored("`Comm(prefetch=...)` holds in both directions"),
@@ -344,9 +344,9 @@ ACCELERATE: Mapping[str, Key] = {
     "deepspeed_config.offload_param_device": fact("parameters", _device, "`Offload(parameters=...)`", auto=False),
     "deepspeed_config.offload_optimizer_nvme_path": fact("optimizer_path", text, "`Offload(path=...)`"),
     "deepspeed_config.offload_param_nvme_path": fact("parameters_path", text, "`Offload(path=...)`; one folder for all states"),
-    "deepspeed_config.gradient_accumulation_steps": loop("accumulate", positive, "that many backwards per step in the loop"),
+    "deepspeed_config.gradient_accumulation_steps": loop("accumulate", positive, "this number of backwards per step in the loop"),
     "deepspeed_config.gradient_clipping": loop("clip", number, "`torch.nn.utils.clip_grad_norm_` in the loop"),
-    "deepspeed_config.deepspeed_config_file": fact("file", text, "that file is read too"),
+    "deepspeed_config.deepspeed_config_file": fact("file", text, "zeroshard reads that file too"),
     "deepspeed_config.zero3_init_flag": ignored("build the model under `torch.device(\"meta\")`"),
     "deepspeed_config.zero3_save_16bit_model": ignored("`zero.export(folder, dtype=...)`"),
     "deepspeed_config.deepspeed_moe_layer_cls_names": ignored("a unit is gathered whole, whichever of its experts a batch uses"),

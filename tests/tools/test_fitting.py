@@ -413,7 +413,7 @@ def test_a_stranger_gets_a_line_without_torch(tmp_path):
 def test_the_search_chooses_the_processor_that_steps(model, gpu, step):
     """Twelve bytes an element pass a fast bus sooner than the host's AdamW. The line names the host alone."""
     fitting = zeroshard.plan(model, Machine(gpu=gpu, host_mem="128GiB")).fitting
-    assert fitting.best.way.step == step and f"stepped on the {step}" in str(fitting.best.way)
+    assert fitting.best.way.step == step and f"the {step} steps" in str(fitting.best.way)
     for fit in (fit for found in fitting.found for fit in found.fits):
         assert ('step="host"' in of_fit(fit, {}, {})) is (fit.way.step == "host")
         assert fit.json()["offload"] is None or fit.json()["offload"]["step"] == fit.way.step

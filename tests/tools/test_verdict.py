@@ -111,8 +111,8 @@ def test_the_line_of_a_config_reads_it(planned, tmp_path, monkeypatch):
         ),
         (
             "--params 7B --ranks 8 --gpu-mem 12GB",
-            "Stage 3, 75 % of parameters and activations in host memory, split masters, the optimizer in backward, "
-            "layers recomputed, small messages: the fastest that fits on each of 8 ranks, ",
+            "Stage 3, 50 % of optimizer states in host memory, the device steps, the optimizer in backward, layers "
+            "recomputed: the fastest that fits on each of 8 ranks, ",
         ),
         (
             "--params 7B --ranks 8 --gpu-mem 80GB --stage 1",

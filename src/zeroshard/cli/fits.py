@@ -108,7 +108,7 @@ def _assumed(found: Plan, fitting: Fitting) -> list[str]:
     best = fitting.best
     if best is not None and best.way.step == "host":
         said.append(
-            "stepped on the host: the CPU's AdamW rounds otherwise than the GPU's, so bits are equal at every stage, "
+            "the host steps: the CPU's AdamW rounds otherwise than the GPU's, so bits are equal at every stage, "
             "but not those of states on the device"
         )
     if any(fit.way.in_backward for each in fitting.found for fit in each.fits):

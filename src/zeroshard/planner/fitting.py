@@ -130,8 +130,8 @@ class Way(NamedTuple):
             yield f"{' and '.join(held)} in {tier}"
 
     def _else(self) -> Iterator[str]:
-        if self.step is not None:
-            yield f"stepped on the {self.step}"
+        if self.step is not None and not self.numbers.recipe.split:  # which steps where it rests
+            yield f"the {self.step} steps"
         if self.numbers.recipe.split:
             yield "split masters"
         if self.in_backward:

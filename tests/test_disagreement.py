@@ -139,7 +139,9 @@ def test_what_one_rank_alone_has_done_is_named_on_both(ranks, what, stage, one):
     Caught, the ranks go on alike.
     """
     first, second = ranks.run(2, alone, what, stage, one, group_timeout=20)
-    word = {"unfrozen": "'frozen'", "a longer buffer": "'cache': ((50,)"}.get(what, "parameters have gradients")
+    word = {"unfrozen": "frozen parameters: ", "a longer buffer": "'cache': ((50,)"}.get(
+        what, "parameters have gradients"
+    )
     assert word in first[0] and word in second[0]
     assert f"rank {one}: " in first[0]
     assert reference.first_difference(first[1], second[1]) == ""

@@ -15,7 +15,7 @@ import reference
 import zeroshard
 from test_memory_shared import Wrapped
 from zeroshard import Layout
-from zeroshard.errors import PeerError, StateError, UserError
+from zeroshard.errors import PeerError, ReleasedError, StateError, UserError
 
 
 def dense_of(kind, value):
@@ -311,3 +311,107 @@ def test_a_collective_of_a_gradient_hears_that_it_is_averaged(stage):
     model(torch.ones(2, 8)).sum().backward()
     with pytest.raises(StateError, match="leave it out if it is over the ranks of shard"):
         torch.ops._c10d_functional.all_reduce(model.weight.grad, "sum", "0")
+
+
+def normalised():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU()), nn.Linear(8, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def two_forwards(model, step, rank):
+    """A GAN's loss, of which each part has statistics of its own."""
+    one, two = (
+        torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + 10 * rank + at)) for at in (1, 2)
+    )
+    (model(one).square().mean() - model(two).mean()).backward()
+
+
+def with_statistics(stage):
+    model, optimizer = normalised()
+    zero = zeroshard.shard(model, optimizer, stage=stage)
+    for step in range(2):
+        two_forwards(model, step, zero.rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    with zero.gathered():
+        return reference.weights(model)
+
+
+@pytest.mark.parametrize(
+    "stage", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
+)
+def test_statistics_are_sent_between_a_forward_and_its_backward(ranks, stage):
+    """A batch norm saves them and does not use them: autograd must not take the second forward's for another tensor's."""
+    model, optimizer = normalised()
+    for step in range(2):
+        for rank in range(2):
+            two_forwards(model, step, rank)
+        for param in model.parameters():
+            param.grad.div_(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(2, with_statistics, stage):
+        reference.assert_same(found, reference.weights(model))
+
+
+def test_parameters_in_another_order_are_named(caplog):
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.ones(4, 4).t().mul(torch.arange(4.0)).t())
+    zeroshard.shard(nn.Sequential(nn.Linear(4, 4)), None, stage=3)
+    assert "is not contiguous" not in caplog.text
+    model.weight = nn.Parameter(torch.ones(4, 4).t())
+    zeroshard.shard(model, None, stage=3)
+    assert "parameter 'weight' is not contiguous" in caplog.text and "p.data.contiguous()" in caplog.text
+
+
+def test_a_part_that_another_model_has_sharded_is_named():
+    part = nn.Linear(4, 4)
+    zeroshard.shard(nn.Sequential(part, nn.Tanh()), None, stage=1)
+    with pytest.raises(UserError, match=r"(?s)is sharded already.*parameter '0\.weight'.*ModuleList\(\[a, b\]\)"):
+        zeroshard.shard(nn.Sequential(part, nn.ReLU()), None, stage=1)
+
+
+class Yielding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            yield x * self.scale
+
+
+def yielding():
+    model = Yielding()
+    zero = zeroshard.shard(model, None, stage=3)
+    with pytest.raises(ReleasedError) as told:
+        list(model(torch.ones(2, 4)))
+    with zero.gathered():
+        assert len(list(model(torch.ones(2, 4)))) == 2
+    return str(told.value)
+
+
+def test_a_forward_that_yields_is_told_what_to_return(ranks):
+    for told in ranks.run(2, yielding):
+        assert "a list in place of what the forward of Yielding yields" in told and "module.forward(" not in told
+
+
+def frozen_on_one():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zero = zeroshard.shard(model, optimizer, stage=1)
+    if zero.rank:
+        model.weight.requires_grad_(requires_grad=False)
+    with pytest.raises(PeerError) as told:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    return str(told.value)
+
+
+def test_what_one_rank_alone_froze_is_told_with_its_cure(ranks):
+    for told in ranks.run(2, frozen_on_one):
+        assert "rank 1: frozen parameters: 'weight'" in told
+        assert "requires_grad_(...) of the same parameters on every rank" in told

@@ -128,14 +128,15 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # a single element may have any stride
 
 
-def write_bytes(tensor: Tensor, content: Tensor) -> None:
+def write_bytes(tensor: Tensor, content: Tensor, *, counted: bool = True) -> None:
     """Write bytes from `as_bytes` of another tensor into a dense one, unless it has them: autograd counts writes.
 
-    On a device the comparison would wait. So the tensor is written in any case, and autograd does not count the write.
+    counted: False for a write that autograd does not count. On a device none is: the comparison would wait, so the
+        tensor is written in any case.
     """
     content = content.clone()
     if not tensor.is_cpu or not same_bits(content, as_bytes(tensor)):
-        place = unrepeated(tensor if tensor.is_cpu else tensor.data)
+        place = unrepeated(tensor if tensor.is_cpu and counted else tensor.data)
         place.copy_(content.view(tensor.dtype).view(place.shape))
 
 

@@ -45,6 +45,7 @@ from .transport import Team, count
 ROW = 9
 LOADING, TELLING, LEAVING = "loading", "telling the others", "leaving gathered()"  # meetings
 SENT = "buffers that are sent: "  # begins the facts of a forward about buffers that rank 0 sends
+FROZEN = "frozen parameters: "  # begins a rank's list of what it does not train
 WROTE = "a forward wrote "  # begins each fact of a step about weights that forwards wrote
 OPTION = "optimizer option "  # begins each fact of a step about an option of its groups
 

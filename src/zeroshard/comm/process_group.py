@@ -28,7 +28,7 @@ from ..device import ask
 from ..errors import PeerError, without_own_lines
 from ..events import ends
 from ..finalizers import at_end_of
-from .agreement import LEAVING, LOADING, OPTION, SENT, TELLING, WROTE, Group, lines
+from .agreement import FROZEN, LEAVING, LOADING, OPTION, SENT, TELLING, WROTE, Group, lines
 from .collectives import Link, all_gather, all_reduce, dtype_name
 from .frames import Call
 from .launch_log import Stream, let_go
@@ -64,6 +64,8 @@ def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
             "the same values on every rank: in the forward torch.distributed.broadcast(value, 0) before it writes; or "
             "the first forward in with zero.gathered(write_from=0):, and rank 0's count"
         )
+    if FROZEN in trouble:
+        return "requires_grad_(...) of the same parameters on every rank, before the same step"
     if trouble:
         return "fix that, or try the step again on every rank until it works"
     if {_number("backward"), _number("step")} <= meetings:  # after as many forwards

@@ -100,9 +100,13 @@ class Engine:
         refuse(asked.placing)
         check_present(asked)
         comm = offload.reached_by(comm)
-        if any(hasattr(tensor, "_zeroshard") for tensor in model.parameters()):
-            once = "shard it once, as a whole; zero.unshard() makes model and optimizer plain again, in a notebook say"
-            raise UserError("this model, or a part of it, is sharded already", instead=once)
+        if owned := [name for name, tensor in model.named_parameters() if hasattr(tensor, "_zeroshard")]:
+            raise UserError(
+                "this model, or a part of it, is sharded already",
+                where=f"parameter {owned[0]!r}",
+                instead="shard it once, as a whole: models that share modules as nn.ModuleList([a, b]), with a list of "
+                "their optimizers; zero.unshard() makes model and optimizer plain again, in a notebook say",
+            )
         self.stage, self.model, self.ledger, self.checkpoints = stage, model, Ledger(), checkpoints
         layout = layout.on(accelerator=asynchronous(device))
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload

@@ -59,6 +59,7 @@ from .preflight import (
     check_trained,
     describe,
     givers,
+    warn_of_order,
 )
 from .rollback import Before
 from .supported_optimizers import blocks, check_offload, check_optimizers
@@ -114,6 +115,8 @@ class Assembly:
             found = find_units(self.model, layout)
             self.managed = managed_parameters(self.model, found, layout)
             check_parameters(self.managed)
+            if self.group.rank == 0:
+                warn_of_order(self.managed)
             check_memory(self.model, self.managed)
             check_buffers(self.model)
             replicated, axis_team = not self.placements.optimizer, self.group.axis_team

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ...arithmetic.digests import fingerprint
 from ...arithmetic.sums import as_bytes, dense, write_bytes
-from ...comm.agreement import LEAVING, SENT, Group
+from ...comm.agreement import FROZEN, LEAVING, SENT, Group
 from ...device import ask
 from ...errors import StateError
 from ...layout.partition import plain_name
@@ -26,6 +26,9 @@ from ..weights.unit import Managed, Unit
 from .preflight import Contents
 
 Batch = TypeVar("Batch")
+
+# Buffers that a normalization saves for backward and does not use there, and of whose writes autograd counts none.
+STATISTICS = ("running_mean", "running_var")
 
 
 class Alike:
@@ -86,7 +89,8 @@ class Alike:
             ]
 
     def send_buffers(self) -> None:
-        """Send the source rank's buffers to all. Equal ones are not written, so autograd's versions stay.
+        """Send the source rank's buffers to all. Equal ones are not written, so autograd's versions stay; nor does it
+        count writes to statistics, so that a forward may come between another and its backward.
 
         All are sent each time: version counters do not show writes by a batch norm or through `.data`, and only on the
         CPU can bits be compared without a wait. A device does all of it in its queue.
@@ -100,8 +104,9 @@ class Alike:
             self._group.broadcast(raw, self.source, ahead=True)
             if self._group.rank == self.source:
                 return
-            for tensor, theirs in zip(sending.values(), raw.split([each.numel() for each in own]), strict=True):
-                write_bytes(tensor, theirs)
+            parts = raw.split([each.numel() for each in own])
+            for (name, tensor), theirs in zip(sending.items(), parts, strict=True):
+                write_bytes(tensor, theirs, counted=name.rpartition(".")[2] not in STATISTICS)
 
     def differ(self, units: list[Unit], *, asked: bool) -> bool:
         """Tell if ranks' weights differ as they leave gathered(). asked: if not, return False: one rank's count."""
@@ -112,8 +117,9 @@ class Alike:
 
 
 def _words(changed: dict[str, Any]) -> str:
-    own = {key: changed.pop(key) for key in ("frozen", "edited") if key in changed}
-    return "; ".join([f"{own}"] * bool(own) + [f"{SENT}{changed}"] * bool(changed))
+    own = {begin: changed.pop(key) for key, begin in (("frozen", FROZEN), ("edited", "edited: ")) if key in changed}
+    told = [f"{begin}{', '.join(map(repr, names)) or 'none'}" for begin, names in own.items()]
+    return "; ".join(told + [f"{SENT}{changed}"] * bool(changed))
 
 
 def weights_digest(units: list[Unit], *, on_axis: bool) -> int:

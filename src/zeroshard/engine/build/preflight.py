@@ -61,6 +61,16 @@ def refuse_wrapper(kind: str, where: str) -> NoReturn:
     )
 
 
+def warn_of_order(managed: list[Managed]) -> None:
+    """Warn of parameters whose elements lie in another order in memory, by which kernels round otherwise."""
+    if found := [record.name for record in managed if not record.param.is_contiguous()]:
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        log.warning(
+            "parameter %r%s is not contiguous, and sharded weights are: products may differ from plain PyTorch's in "
+            "their last bits. For equal bits, in both programs: p.data = p.data.contiguous()", found[0], more,
+        )  # fmt: skip
+
+
 def check_parameters(managed: list[Managed]) -> None:
     """Refuse, by name, parameters that cannot be cut."""
     for record in managed:

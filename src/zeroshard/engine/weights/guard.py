@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -163,6 +164,11 @@ def forward_called(modules: Collection[nn.Module]) -> str:
         own = getattr(type(who).forward, "__code__", None) if isinstance(who, nn.Module) else None
         if frame.f_code is own and any(who is each for each in modules):
             found = type(who).__name__  # the outermost, in which the others may be called so
+            if frame.f_code.co_flags & inspect.CO_GENERATOR:
+                return (
+                    f"a list in place of what the forward of {found} yields, which runs after its call is over; or the "
+                    "loop over its outputs, and their backward, in with zero.gathered(): ...   (on every rank)"
+                )
         frame = frame.f_back
     return found and (
         f"call the {found} itself, as module(...): module.forward(...) passes over the hooks that gather its weights. "

@@ -158,8 +158,21 @@ def pytest_terminal_summary(terminalreporter, config):
         )
 
 
-def pytest_sessionfinish():
+def pytest_sessionfinish(session):
     rank_processes.shutdown()
+    if session.config.getoption("--worlds") and hasattr(session.config, "workeroutput"):  # one of pytest-xdist's
+        from world.instead import counted
+
+        session.config.workeroutput["runs on ranks"] = dict(counted)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Add up what each of pytest-xdist's workers counted."""
+    if node.config.getoption("--worlds"):
+        from world.instead import counted
+
+        counted.update(getattr(node, "workeroutput", {}).get("runs on ranks", {}))
 
 
 def check_rank(folder):

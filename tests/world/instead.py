@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -13,7 +14,7 @@ from zeroshard.testing.failures import Raised
 
 from .running import run
 
-counted = {"worlds": 0, "processes": 0}
+counted = Counter(worlds=0, processes=0)
 
 
 def instead_of_processes(said: str) -> Callable[..., list[Any] | None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 import zeroshard
 from zeroshard import Layout, Offload, Precision
 from zeroshard.cli import reference
+from zeroshard.reference import total_norm
 
 from ..model import GPT, Size, loss_of
 from .place import ranks
@@ -84,7 +85,7 @@ def plain(
     """
     model = build(kind)
     prepare(model)
-    settings: Any = {"world": world, "backwards": backwards, "steps": steps, "clip": clip, "norm": reference.total_norm}
+    settings: Any = {"world": world, "backwards": backwards, "steps": steps, "clip": clip, "norm": total_norm}
     if DTYPES[dtype] is None:
         optimizer = reference.as_one(make(model.parameters()))
         history = reference.accumulate(model, optimizer, batches(kind), loss, **settings)

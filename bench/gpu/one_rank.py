@@ -6,7 +6,7 @@ AdamW has other bits: those are stage 0's in the same tier.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 from zeroshard import Comm, Layout
 from zeroshard.layout.stage import STAGES
@@ -52,9 +52,12 @@ def elsewhere(kind: str, dtype: str, all_stages: bool) -> dict[str, str]:
     def there(stage: int, tier: str) -> None:
         training.compare(training.in_tier(kind, dtype, stage, tier), want)
 
+    @cache
+    def first(tier: str) -> training.Run:
+        return training.in_tier(kind, dtype, 0, tier, step="host")
+
     def on_the_host(stage: int, tier: str) -> None:
-        first = training.in_tier(kind, dtype, 0, tier, step="host")
-        training.compare(training.in_tier(kind, dtype, stage, tier, step="host"), first)
+        training.compare(training.in_tier(kind, dtype, stage, tier, step="host"), first(tier))
 
     stages = (1, 2, 3) if all_stages else (3,)
     return each(

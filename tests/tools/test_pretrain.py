@@ -16,21 +16,8 @@ import reference
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain.py"
 SMALL = [
-    "--layers",
-    "1",
-    "--width",
-    "64",
-    "--context",
-    "16",
-    "--micro-batches",
-    "2",
-    "--steps",
-    "4",
-    "--every",
-    "2",
-    "--warm-up",
-    "2",
-]
+    "--layers=1", "--width=64", "--context=16", "--micro-batches=2", "--steps=4", "--every=2", "--warm-up=2",
+]  # fmt: skip
 HELD = re.compile(r"([\d,]+) bytes of (\w+)")
 
 

@@ -22,15 +22,15 @@ test: install ## every claim of the engine at least once; tests/selection.py say
 tools: install ## the same of commands, planner, page, texts, trainers and the formats of others
 	$(BIN)/pytest -m "not full and not slow" -n 3 --dist loadfile --seconds=run/ci/tools.json tests/tools
 
-full: install ## the rest: every value of a test's parameters, tests of over a second, and in processes what make test runs as threads
-	$(BIN)/pytest -m "(full or worlds) and not (pairs or slow)" -n 3 --dist loadfile --seconds=run/ci/full.json
+full: install ## the rest: every value of a test's parameters, tests of over a second, and one test of each function on ranks in processes
+	$(BIN)/pytest -m "(full or once) and not (pairs or slow)" -n 3 --dist loadfile --worlds --once --seconds=run/ci/full.json
 
 drawn: install ## nightly, an hour: ranks as threads under schedules and faults drawn from fresh seeds; tests/world/README.md. SEEDS=n
 	cd tests && seed=$$(date +%s) && ../$(BIN)/python -m world drawn --seeds $(or $(SEEDS),2000) --first $$seed && \
 	../$(BIN)/pytest -q -m "not slow" --worlds=$$seed test_bits.py test_gradients.py test_checkpoint.py test_split.py
 
 pairs: install ## an hour: any two values of a test's parameters that full has not in one test
-	$(BIN)/pytest -m "pairs and not slow" -n 3 --dist loadfile
+	$(BIN)/pytest -m "pairs and not slow" -n 3 --dist loadfile --worlds
 
 slow: install ## an hour or more: what is marked slow, and all combinations of a test's parameters that pairs leaves out
 	$(BIN)/pytest -m slow -n 3 --dist loadfile

@@ -39,7 +39,7 @@ MARKERS = {
     "full": "left to `make full`: set by itself on what `make test` need not run (selection.py), or by hand: over a second",
     "processes": "runs its ranks in processes, with --worlds too",
     "pairs": "left to `make pairs`: of its parameters only two values together are new (set by itself)",
-    "worlds": "has its ranks in worlds in `make test`, and no other test of its function is in `make full`, which runs it again (set by itself)",
+    "once": "has its ranks in processes with --once: the one of its function's tests in `make full` that has (set by itself)",
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of tests/trust-table.md, as a name with rowN in it does",
     "trainers": "needs Accelerate, Transformers, Lightning, Ray or optimizers of other packages: `make trainers`",
@@ -54,6 +54,7 @@ def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help="skip tests marked slow: make test and make full together")
     parser.addoption("--worlds", nargs="?", const="plain", metavar="HOW",
                      help="run ranks as threads of pytest's process where they need not be processes; strict, or a seed that draws the schedule")  # fmt: skip
+    parser.addoption("--once", action="store_true", help="with --worlds: but one test of each function in processes")
     parser.addoption("--order", type=int, default=None, metavar="SEED", help="seed of the test order; 0: as written")
 
 
@@ -79,7 +80,9 @@ def pytest_configure_node(node):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Each test's ranks, from its first fixture on, are what --worlds makes of them."""
-    rank_processes.pool.instead = None if selection.needs_processes(item) else item.config.stash.get(INSTEAD, None)
+    once = item.config.getoption("--once") and item.get_closest_marker("once")
+    instead = None if once or selection.needs_processes(item) else item.config.stash.get(INSTEAD, None)
+    rank_processes.pool.instead = instead
     return (yield)
 
 

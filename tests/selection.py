@@ -6,14 +6,15 @@
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
     make full   every value of every parameter that `make test` has not, and what is marked `full` by hand: tests of over
-                a second; and in processes what `make test` runs in worlds of functions that have no other test there
+                a second; and of each function on ranks one test in processes
     make pairs  any two values of two parameters of a test that starts ranks, where `make full` has not both in one test
     make slow   what is marked `slow` by hand, and all other combinations of three and more parameters
 
 What a function runs with never differs between runs.
 
-`make test` runs ranks as threads of pytest's process (`--worlds`), for less of the processor's time, but those whose claim
-is about processes: files of `PROCESSES`, and tests marked `processes`. `make full` runs all of them in processes.
+Ranks are threads of pytest's process (`--worlds`), which takes less of the processor's time, but for tests whose claim is
+about processes: files of `PROCESSES`, and tests marked `processes`. `make full` runs one test of each function of the others
+in processes too (`--once`), and `make slow` all of them.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def mark(items: Sequence[Any]) -> None:
 
 def _leave_to_pairs_and_slow(name: str, found: Sequence[Any]) -> None:
     """Mark tests of one function on ranks: `pairs` where it brings two values together, and no value that is new; `slow`
-    where it brings nothing. Mark `worlds` those that `make test` runs, if none of the function's is in `make full`."""
+    where it brings nothing. Mark `once` the one whose ranks `make full` runs in processes: of its own, if it has one."""
     order = list(range(len(found)))
     random.Random(name).shuffle(order)
     kept = quick = {at for at, item in enumerate(found) if not item.get_closest_marker("full")}
@@ -150,11 +151,10 @@ def _leave_to_pairs_and_slow(name: str, found: Sequence[Any]) -> None:
         kept = kept | set(cover([each - met for each in groups], order))
         for at in {*order} - kept:
             found[at].add_marker(mark)
-    full = [item for item in found if item.get_closest_marker("full") and not item.get_closest_marker("pairs")]
-    if not full:
-        for at in quick:
-            if not needs_processes(found[at]):
-                found[at].add_marker(pytest.mark.worlds)
+    in_full = [at for at in order if found[at].get_closest_marker("full") and not found[at].get_closest_marker("pairs")]
+    for at in (in_full or sorted(quick))[:1]:
+        if not needs_processes(found[at]):
+            found[at].add_marker(pytest.mark.once)
 
 
 def _many_ranks(item: Any) -> int:

@@ -6,7 +6,7 @@ import itertools
 import re
 import sys
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ SETS = {name: re.search(rf'^{name}:.*\n.*pytest -m "?([\w ()]+?)"?(?: -|$)', MAK
 
 def sets(item):
     """The targets that run it, by the marks that its own target's `-m` asks for."""
-    marks = {name: item.get_closest_marker(name) is not None for name in ("full", "pairs", "slow", "worlds")}
+    marks = {name: item.get_closest_marker(name) is not None for name in ("full", "pairs", "slow", "once")}
     return [name for name, asked in SETS.items() if eval(asked, {}, marks)]
 
 
@@ -34,16 +34,18 @@ def collected(request):
 
 
 def test_every_test_is_in_exactly_one_set(collected):
-    """But of what `make test` runs in worlds each function has a test in `make full`, which runs it in processes."""
-    worlds = {item.nodeid: item.get_closest_marker("worlds") is not None for item in collected}
+    """But of each function that has its ranks in worlds `make full` runs one test in processes, one of its own or of
+    `make test`'s."""
+    once = {item.nodeid for item in collected if item.get_closest_marker("once")}
     found = {item.nodeid: sets(item) for item in collected}
-    wrong = {test: of for test, of in found.items() if (of != ["test", "full"] if worlds[test] else len(of) != 1)}
+    wrong = {test: of for test, of in found.items() if len(of) != 1 and not (test in once and of == ["test", "full"])}
     assert wrong == {}
-    assert not any(worlds[item.nodeid] and selection.needs_processes(item) for item in collected)
-    in_full = {selection.function(item) for item in collected if "full" in found[item.nodeid]}
-    threads = [item for item in collected if "test" in found[item.nodeid] and selection.starts_ranks(item)]
+    assert not any(item.nodeid in once and selection.needs_processes(item) for item in collected)
+    threads = [item for item in collected if {"test", "full"} & {*found[item.nodeid]} and selection.starts_ranks(item)]
     threads = [item for item in threads if not selection.needs_processes(item) and not item.get_closest_marker("gpu")]
-    assert [item.nodeid for item in threads if selection.function(item) not in in_full] == []
+    in_processes = Counter(selection.function(item) for item in threads if item.nodeid in once)
+    assert {selection.function(item): in_processes[selection.function(item)] for item in threads} == {**in_processes}
+    assert {*in_processes.values()} <= {1}
 
 
 def test_make_test_runs_every_function(collected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 
 import pytest
@@ -187,3 +188,38 @@ def test_states_in_files_move_as_many_bytes(tmp_path):
     for (_, buckets, host, _), (_, _, files, waits) in emulated.run(2, steps, cases, str(tmp_path), seed=1):
         assert host == files | {"to the host": files["to the host"] + buckets}  # which say if weights were edited
         assert waits["features/nvme.py:same_as", "copy to the host"] == BLOCKS
+
+
+def ended(where, path):
+    """Bytes of the device's memory that are freed and used still, after each of three models goes with copies under way."""
+    found = []
+    for stage, complete in ((1, True), (3, True), (3, False)):
+        model, optimizer, zero = sharded(stage, torch.bfloat16, Offload(**where, path=path))
+        for number in range(2):
+            backward(model, number)
+            if complete or not number:
+                optimizer.step()
+                optimizer.zero_grad()
+        del model, optimizer, zero
+        gc.collect()
+        found.append(len(device().limbo))
+        after = [torch.zeros(1 << 12, device="emu") for _ in range(8)]  # where copies that come late would write
+        torch.emu.synchronize()
+        assert not any(each.any() for each in after)
+    return found
+
+
+ENDED = {
+    "on the device": {"optimizer": "cpu"},
+    "on the host": {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu", "step": "host"},
+    "activations": {"activations": "cpu", "gradients": "cpu"},
+    "files": {"optimizer": "nvme", "gradients": "nvme"},
+}
+
+
+@pytest.mark.parametrize(
+    "where", [*list(ENDED)[:2], *(pytest.param(each, marks=pytest.mark.full) for each in list(ENDED)[2:])]
+)
+def test_what_ends_with_copies_under_way_leaves_its_memory_to_them(where, tmp_path):
+    path = str(tmp_path) if where == "files" else None
+    assert emulated.run(2, ended, ENDED[where], path, seed=1) == [[0, 0, 0]] * 2

@@ -245,6 +245,7 @@ def test_who_is_called_by_itself():
         ("finalizers.py", "at_end_of"),
         ("finalizers.py", "finalize"),
         ("events.py", "at_end_of"),  # notes
+        ("engine/engine.py", "at_end_of"),  # orders streams
         ("comm/watch.py", "at_end_of"),  # a socket
         ("comm/process_group.py", "at_end_of"),  # handles
         ("comm/host_peers.py", "__del__"),  # a descriptor

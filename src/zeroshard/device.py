@@ -346,9 +346,13 @@ def event(device: torch.device) -> DeviceEvent:
     return _Recorded(device) if streams(device) else _NOW
 
 
-@functools.cache
+_sides: dict[tuple[str, torch.device], Any] = {}  # side streams, by name and device
+
+
 def _stream(name: str, device: torch.device) -> Any:
-    return torch.get_device_module(device).Stream(device=device)
+    if (name, device) not in _sides:
+        _sides[name, device] = torch.get_device_module(device).Stream(device=device)
+    return _sides[name, device]
 
 
 @contextlib.contextmanager
@@ -376,6 +380,29 @@ def sent(to: Tensor, values: Tensor) -> DeviceEvent:
     with behind(TO_THE_HOST if to.is_cpu else TO_THE_DEVICE, device):
         to.copy_(values, non_blocking=streams(device))
         return event(device)
+
+
+def copying(device: torch.device) -> bool:
+    """Tell if a copy between pinned host memory and the device may be under way. The host does not wait."""
+    found = [_sides.get((name, device)) for name in (TO_THE_DEVICE, TO_THE_HOST)]
+    return not all(side is None or side.query() for side in found)
+
+
+def at_the_end(device: torch.device) -> Callable[[], None]:
+    """Return what to call before memory of the device goes that side streams may use still: it lets the streams that
+    take that memory next, the current ones now and then, come after all side streams. The host does not wait."""
+    if not streams(device):
+        return lambda: None
+    module = torch.get_device_module(device)
+    home = module.current_stream(device)
+
+    def end() -> None:
+        for (_, of), side in [*_sides.items()]:
+            if of == device:
+                home.wait_stream(side)
+                module.current_stream(device).wait_stream(side)
+
+    return end
 
 
 class Leaving:

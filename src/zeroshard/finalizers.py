@@ -2,9 +2,10 @@
 
 Named hazard, *the collector runs anywhere*: Python ends objects, and calls what was to be called then (finalisers,
 `__del__`, callbacks of weak references), between any two instructions of any thread: inside the very loop over what
-that would change, under the very lock that it would take. So code of ours that is called then does one of two things:
+that would change, under the very lock that it would take. So code of ours that is called then does one of three things:
 
     it gives back what only the ended object could use: a descriptor, pages, threads, handles of collectives
+    it lets streams of a device wait, which the host does not, for what uses the ended object's memory
     it notes, by one `append` to a deque, which is one call of C; the next user of what the note is about acts on it
 
 A signal's handler runs between any two instructions of the main thread. It notes too, or ends the program.

@@ -91,10 +91,17 @@ class Pages:
         self._regions.append(Region(address, nbytes, self._queue))
 
     def unpin(self, address: int) -> None:
-        """Forget them: they are given back."""
+        """Forget them: they are given back. A copy that still runs then is a race."""
         for region in [each for each in self._regions if each.base == address]:
             self._regions.remove(region)
             last = address + region.nbytes
+            under_way = [u for u in self._uses if u.low < last and address < u.high and not u.mark.reached]
+            if self.on and under_way:
+                self._met.append(
+                    "pinned memory is unpinned while a copy uses it:\n    the copy, launched at\n"
+                    f"{sites.words(under_way[0].stack)}\n    unpinned at\n{sites.words(sites.stack())}\n"
+                    "    instead: keep it until an event after the copy is reached"
+                )
             self._uses = [use for use in self._uses if use.high <= address or last <= use.low]
             self._protect(address // PAGE * PAGE, -(-last // PAGE) * PAGE, _OPEN)
 

@@ -17,9 +17,10 @@ from torch import nn
 
 from ..comm.agreement import Group
 from ..comm.mesh import connect
-from ..device import asynchronous
+from ..device import asynchronous, at_the_end
 from ..errors import PeerError, StateError, UserError
 from ..events import Ledger
+from ..finalizers import at_end_of
 from ..hooks import answering, check_present, editing, features, first
 from ..layout.partition import BucketPlan, Slot
 from ..layout.states import Formats, placements
@@ -111,6 +112,7 @@ class Engine:
         layout = layout.on(accelerator=asynchronous(device))
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger.begin("init")
+        at_end_of(self, at_the_end(device))
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.asked = asked = asked.seated(self.group.team.seat)
         refuse(asked.placing)

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..arithmetic.sums import same_bits, simulated
 from ..comm.reduce_pipeline import Memory
 from ..comm.transport import Team, Work
-from ..device import DeviceEvent, Leaving, asynchronous, blank, event, pin, sent
+from ..device import DeviceEvent, Leaving, asynchronous, blank, copying, event, pin, sent
 from ..events import DEVICE, HOST, Ledger
 from ..layout.limits import LEAVING, PIECES
 from ..layout.partition import BucketPlan
@@ -317,18 +318,27 @@ class HostTier(Tier):
 
 
 class _Pages(mmap.mmap):
-    """Anonymous memory that unpins itself when it goes."""
+    """Anonymous memory that unpins itself when it goes. While the device may still copy from or to it, it stays."""
 
     unpin: Any = None
+    compute = torch.device("cpu")
 
     def __del__(self) -> None:
-        if self.unpin is not None:
+        if self.unpin is not None and copying(self.compute):
+            _late.append(self)
+        elif self.unpin is not None:
             self.unpin()
+
+
+_late: deque[_Pages] = deque()  # pages of engines that went before their copies were through
 
 
 def pages(nbytes: int, compute: torch.device) -> Tensor:
     """Return a uint8 tensor of zeros in whole pages of host memory of its own, pinned if the device is a GPU."""
+    while _late and not copying(_late[0].compute):
+        through = _late.popleft()
+        through.unpin()
     memory = _Pages(-1, max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    memory.unpin = pin(tensor, compute)
+    memory.unpin, memory.compute = pin(tensor, compute), compute
     return tensor

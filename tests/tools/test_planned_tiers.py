@@ -269,6 +269,25 @@ def test_simulate_says_what_each_tier_holds_and_what_files_move():
     assert "Where it rests, in bytes" in run(*words) and "Where it rests" not in run(*words[:4])
 
 
+def two_layers():
+    return {
+        "model": lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)),
+        "optimizer": lambda params: torch.optim.AdamW(params),
+        "batch": lambda step, index: torch.ones(4, 64),
+        "loss": lambda model, batch: model(batch).sum(),
+    }
+
+
+@pytest.mark.parametrize("step", [None, "host"])
+def test_a_jobs_plan_on_the_cpu_says_what_rooms_a_gpu_has_beside(step):
+    """Three of each state's largest bucket, or as many as there are: what `predict` counts on an accelerator."""
+    found = zeroshard.plan(two_layers, Machine(ranks=2), offload=Offload(optimizer="cpu", step=step))
+    (note,) = [each for each in found.notes if each.startswith("as on a CPU")]
+    padded = (64 * 64 + 64 + 255) // 256 * 256  # both layers' buckets are as large, whole at stage 0
+    rooms = f"; states that it steps pass through up to {2 * 3 * 4 * padded:,} bytes of its own memory"
+    assert note.endswith("have masters" + rooms * (step is None))
+
+
 def test_activations_are_for_jobs():
     said = run("plan", "--params", "7B", "--offload-activations", "cpu", code=2)
     assert "zeroshard: --offload-activations" in said

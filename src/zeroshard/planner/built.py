@@ -29,8 +29,9 @@ def rows(zero: Zero) -> int:
     return zero.replicas * zero.hosts
 
 
-def holding(zero: Zero) -> Holding:
-    """Return the `Holding` of this rank once the optimizer has stepped."""
+def holding(zero: Zero, *, beside: bool | None = None) -> Holding:
+    """Return the `Holding` of this rank once the optimizer has stepped. beside: does the model train on an accelerator,
+    beside which host memory is another tier? None: if it is on one."""
     from ..arithmetic.fp8 import grids
     from ..engine.step.fragment import file_name
 
@@ -44,7 +45,9 @@ def holding(zero: Zero) -> Holding:
             averaged=zero._engine.moving is not None, scales=scales,
         )  # fmt: skip
 
-    there = zero._engine.offload.stepped_there and zero._engine.device.type != "cpu"
+    beside = zero._engine.device.type != "cpu" if beside is None else beside
+    offload = zero._engine.offload.stepping(accelerator=beside, split=precision.split_master)
+    there = beside and offload.stepped_there
     members: dict[tuple[int, str], int] = {}
     groups: list[tuple[Any, dict[str, Any]]] = []
     numbers: dict[int, int] = {}  # by the optimizer's id

@@ -64,8 +64,10 @@ def plan_job(job: str | Callable[[], dict[str, Any]], asked: Asked) -> Plan:
     if asked.precision and asked.precision.split_master and Master.ALONE in masters:
         notes.append("stage 3: masters alone rest of sharded parameters on the device, and nothing is split there")
     if asked.offload is not None and one.zero._engine.device.type == "cpu":
+        rooms = max(sum(built.holding(each.zero, beside=True).rooms().values()) for each in runs.values())
         notes.append(
             "as on a CPU: a GPU pins host memory in whole pages, and fp32 weights updated elsewhere have masters"
+            + (f"; states that it steps pass through up to {rooms:,} bytes of its own memory" if rooms else "")
         )
     return finish(
         one.job,

@@ -415,3 +415,23 @@ def test_what_one_rank_alone_froze_is_told_with_its_cure(ranks):
     for told in ranks.run(2, frozen_on_one):
         assert "rank 1: frozen parameters: 'weight'" in told
         assert "requires_grad_(...) of the same parameters on every rank" in told
+
+
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_a_hook_that_sees_one_backward_of_several_is_told_so_once(backwards, caplog):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeroshard.shard(model, optimizer, stage=2)
+    seen = []
+    model.bias.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad[0].item()))
+    for _ in range(2):
+        for _ in range(backwards):
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [2] * 2 * backwards
+    said = [each.getMessage() for each in caplog.records if "the hook after the gradient" in each.getMessage()]
+    assert len(said) == (backwards > 1)
+    assert all(
+        "parameter 'bias'" in each and "edit p.grad between the last backward and step()" in each for each in said
+    )

@@ -33,6 +33,12 @@ from .reduction import Reduction
 log = logging.getLogger("zeroshard")
 
 
+def _is_ours(hook: Callable[..., Any]) -> bool:
+    """Tell if a hook is this package's, as those of a replay are."""
+    module = getattr(getattr(hook, "func", hook), "__module__", None) or ""
+    return module.partition(".")[0] == __name__.partition(".")[0]
+
+
 def backward_is_running() -> bool:
     """Tell if this thread is inside the autograd engine."""
     return torch._C._current_graph_task_id() != -1
@@ -68,6 +74,7 @@ class Backward(Transaction):
         self._recent: list[Unit] = []  # units gathered in it, oldest first
         self._at: tuple[Unit, Event | None] | None = None  # the unit that it is working on
         self._warned = False  # of a hook that may update weights?
+        self._warned_of_sums = False  # of a hook that may expect what several backwards add up to?
         self._hooked: dict[int, int] = {}  # by entry number, our hook's id in the parameter's table of hooks
 
     @property
@@ -134,6 +141,8 @@ class Backward(Transaction):
                 each.prepare()
             self._recent.clear()
             self._stay_last()
+            if kept and not self._warned_of_sums:
+                self._warn_of_sums(kept)
             self._task = torch._C._current_graph_task_id()
             self.reduction.begin(kept, local=self.local)
             self.was_local |= self.local
@@ -196,6 +205,22 @@ class Backward(Transaction):
                 "by the average, as backward goes on",
                 entry.slot.name,
             )
+
+    def _warn_of_sums(self, kept: set[int]) -> None:
+        """Warn, once, of the program's hook on a gradient that this backward adds to: it sees what this one adds."""
+        for number in sorted(kept & self._hooked.keys()):
+            entry = self.gradients.entries[number]
+            with torch._C.DisableTorchFunctionSubclass():
+                hooks = {**(entry.param._post_accumulate_grad_hooks or {})}
+            if any(key != self._hooked[number] and not _is_ours(hook) for key, hook in hooks.items()):
+                self._warned_of_sums = True
+                log.warning(
+                    "the hook after the gradient of parameter %r sees what this backward adds, and not the sum with "
+                    "earlier backwards of the step, which rests in shards: read or edit p.grad between the last "
+                    "backward and step()",
+                    entry.slot.name,
+                )
+                return
 
     # --- its end ----------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ Exit codes: 0 done, 1 failed, 2 the input cannot be used, 130 interrupted, 141 t
 WORDS = f"""# Glossary
 
 {MADE}The words that documents, errors and code use for the engine's parts.
-[Architecture](architecture.md#the-words) has more.
+[Architecture](architecture.md#the-words) explains more words.
 
 | word | meaning |
 |---|---|

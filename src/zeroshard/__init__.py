@@ -1,7 +1,7 @@
 """zeroshard: ZeRO stages 0-3 for PyTorch from one line, with the same bits in every configuration.
 
 unit       submodule whose parameters are gathered and released together, usually one transformer block
-bucket     flat run of a unit's parameters that share dtype and trainability; what one collective moves
+bucket     one flat tensor of a unit's parameters with one dtype, all trained or all frozen; one collective moves one
 slot       one parameter's place in a bucket
 shard      a rank's contiguous piece of a bucket
 fragment   the part of a slot inside a shard; what the optimizer sees
@@ -13,7 +13,7 @@ reduce     sum the ranks' gradients, in rank order, at each shard's owner
 publish    send every rank the weights that their owners have updated
 release    give a unit's full parameters' memory back
 script     the order of gathers that all ranks follow
-ledger     bytes held now, by state, and bytes moved, by verb
+ledger     bytes held now, by state, and bytes moved, by operation
 """
 
 from __future__ import annotations

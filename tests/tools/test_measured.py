@@ -193,8 +193,8 @@ def test_many_tensors():
     least, most = (f"{rounded(found[0])} to {rounded(found[-1])}" for found in (few, three))
     says(
         "performance.md",
-        f"takes {rounded(plain[0])} to {rounded(plain[-1])} microseconds per tensor and step from 1,000 tensors on. Stages 0 to 2 add "
-        f"{least} and stage 3 adds {most}",
+        f"With 1,000 tensors or more, a step of plain PyTorch takes {rounded(plain[0])} to {rounded(plain[-1])} microseconds per "
+        f"tensor. Stages 0 to 2 add {least} microseconds, and stage 3 adds {most}",
         f"| 10 microseconds | {least} | no |",
     )
     says("choose-a-stage.md", f"costs {least} microseconds a step at stages 0 to 2, and {most} at stage 3")

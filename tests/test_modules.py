@@ -584,6 +584,7 @@ def interrupted_while_opening(stage: int, at: int):
                 layer.weight.sum()
 
 
+@pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.row(4)
 @pytest.mark.parametrize("at", [1, 2, 3])
@@ -630,6 +631,7 @@ def on_a_thread(stage):
         return reference.first_difference(reference.weights(model), reference.weights(plain))
 
 
+@pytest.mark.processes
 def test_a_part_of_a_forward_on_another_thread(ranks, stage):
     """The outer forward is not taken for one that an interrupt left."""
     assert ranks.run(2, on_a_thread, stage) == ["", ""]

@@ -946,6 +946,7 @@ def in_bf16(name):
 
 
 @pytest.mark.full
+@pytest.mark.processes  # one scenario hooks all optimizers of the process
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_optimizer_scenarios_in_bf16(name):
     """Param groups, unfreezing, hooks and edits with bf16 parameters and fp32 masters: equal over stages, and whether

@@ -240,6 +240,7 @@ def saves_behind(stage, folder):
 
 
 @pytest.mark.full
+@pytest.mark.processes
 @pytest.mark.row(48)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_save_behind_the_training_is_of_one_moment(ranks, tmp_path, stage):

@@ -67,6 +67,7 @@ def test_every_feature_that_settings_can_ask_for_has_a_program_here():
         "features.moving_average",
         "features.batches",
         "features.replay",
+        "features.generation",
     }
 
 
@@ -134,7 +135,12 @@ def test_the_tests_of_the_rest_pass_without_one_feature(name, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "call"), [("features.moving_average", "average(0.9)"), ("features.replay", "replay(print)")]
+    ("name", "call"),
+    [
+        ("features.moving_average", "average(0.9)"),
+        ("features.replay", "replay(print)"),
+        ("features.generation", "generating()"),
+    ],
 )
 def test_a_build_without_a_feature_refuses_its_call(name, call, tmp_path):
     program = f"import torch, zeroshard; zeroshard.shard(torch.nn.Linear(4, 4), None, stage=2).{call}"

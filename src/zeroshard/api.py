@@ -233,7 +233,7 @@ class Zero:
     After `unshard` every call raises `StateError`. A collective call, which every rank makes, raises `PeerError` where
     a rank is gone, has raised, or calls something else.
 
-    in a step          no_sync, join, batches, clip_grad_norm_, gathered, average, replay, micro_batch_rng
+    in a step          no_sync, join, batches, clip_grad_norm_, gathered, average, replay, generating, micro_batch_rng
     checkpoints        save, save_on, signalled, load, latest, state_dict, load_state_dict, export, stream
     at the end         unshard
     to look at a run   ledger, metrics, record, events, trace, explain, owners, skipped, nonfinite, check_replicas
@@ -448,6 +448,25 @@ class Zero:
         made = first(each.replay(self._engine, work, every) for each in features())
         if made is None:
             raise absent("features.replay")
+        return made
+
+    def generating(self) -> contextlib.AbstractContextManager[None]:
+        """Let ranks make different numbers of forwards without grad inside, as for texts of different lengths.
+
+        Every rank enters the block. A rank that leaves it takes part in the forwards of the others, which need its part
+        of the weights, until no rank makes one more. Each forward costs one exchange of a few bytes between all ranks.
+        The numbers are those of the same forwards without the block. All ranks call the same module.
+
+        Raises `StateError` for a forward in grad mode inside, and with `Layout(buffers="always")`.
+
+        Examples:
+            >>> with zero.generating(), torch.no_grad():
+            ...     for token in range(3 + zero.rank):
+            ...         output = model(batch)
+        """
+        made = first(each.generating(self._engine) for each in features())
+        if made is None:
+            raise absent("features.generation")
         return made
 
     # --- checkpoints ------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@
     Zero       average, met zero.average(), and what ranks compare of it
                batches      zero.batches()
                replay       zero.replay()
+               generating   zero.generating()
 
 No file of the core imports a feature's. Without that file all else works, and what asks for it is refused by name.
 """
@@ -91,6 +92,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.moving_average": ("zero.average(...)", lambda s: False),
     "features.batches": ("zero.batches(...)", lambda s: False),
     "features.replay": ("zero.replay(...)", lambda s: False),
+    "features.generation": ("zero.generating()", lambda s: False),
     "features.optimizer_in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
 }
 
@@ -143,6 +145,9 @@ class Feature:
 
     def replay(self, engine: Engine, work: Callable[..., Any], every: int) -> Replay | None:
         """Make a function of an engine's micro-batches, of whose calls one in `every` is computed on two ranks."""
+
+    def generating(self, engine: Engine) -> contextlib.AbstractContextManager[None] | None:
+        """Make a block of forwards without grad of which ranks make different numbers."""
 
     def met(self, what: str, marks: Sequence[int]) -> None:
         """Look at all ranks' `Subscriber.mark` as they meet for a checkpoint. Raises on every rank."""

@@ -51,7 +51,10 @@ def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
     if steps:
         return "zero.load(...) the last checkpoint: an optimizer or a load did not get to its end on every rank"
     if len(meetings) > 1 and (_number(_CALLS[1]) in meetings or {_number(LEAVING), _number(_CALLS[0])} <= meetings):
-        return "every rank calls the model; or with zero.gathered(): ... any of them, without grad, what it gathers"
+        return (
+            "every rank calls the model; or with zero.generating(): ... each as often as it needs to, without grad; or "
+            "with zero.gathered(): ... any of them, without grad, what it gathers"
+        )
     if SENT in trouble:
         return 'Layout(buffers="local"), with which each rank keeps its own; else the same buffers on every rank'
     if trouble.partition(": ")[2].startswith(OPTION):

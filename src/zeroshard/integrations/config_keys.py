@@ -224,7 +224,7 @@ DEEPSPEED: Mapping[str, Key] = {
     "compression_training": refused("Weights are not quantized or pruned here", "Leave it out"),
     "weight_quantization": refused("Weights are not quantized for inference here", "Leave it out"),
     "amp": refused("Apex is not there", "`Precision(param_dtype=torch.float16)`"),
-    "hybrid_engine": refused("There is no engine of its own for generation", "`with zero.gathered(): model.generate(...)`"),
+    "hybrid_engine": refused("There is no engine of its own for generation", "`with zero.generating(): model.generate(...)`"),
     "pipeline": refused("Pipeline stages are not cut here", "Shard each stage's module over its own ranks: `Comm(group=...)`"),
     "tensor_parallel": refused("Tensors are not split here", "`parallelize_module`, and `Comm(group=mesh[\"dp\"])`"),
     "expert_parallel": refused("A config cannot name the experts", "`Layout(along={\"*.experts.*\": \"edp\"})`"),

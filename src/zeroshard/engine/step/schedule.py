@@ -77,6 +77,13 @@ class ForwardWatcher(Protocol):
         """Run actions that belong between two steps, where all ranks are at the same place."""
 
 
+class Rounds(Protocol):
+    """Forwards of which ranks make different numbers: all ranks take part in each."""
+
+    def begin(self, unit: int) -> None:
+        """Meet all ranks before a forward of this one. unit: the index of the unit that it entered through."""
+
+
 class Schedule:
     """The hooks of one sharded model on one rank.
 
@@ -109,6 +116,7 @@ class Schedule:
         self._cast_everywhere = precision.cast_inputs == "units"  # and not only where a forward of the model begins
         self.written = Written()
         self.forward = Forward(units, saved, self.ledger, releases=settings.release_after_forward)
+        self.rounds: Rounds | None = None  # while ranks may make different numbers of forwards
         self.averages_in = False  # are the weights a moving average's, for a while?
         group.party = self
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
@@ -157,7 +165,7 @@ class Schedule:
             self.backward.needs(unit, again=True)  # before units are gathered
         elif not self.forward.running():
             self.group.refuse_within()
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and self.rounds is None:
                 self.watcher.boundary()
             with self.group.as_one():
                 self._begin_forward(unit, module)
@@ -226,8 +234,10 @@ class Schedule:
             self._say_missing(missing[0])
             alone = False
         self.forward.alone = unit if alone else None
-        compared = not quiet or (self.releases and not alone)
-        if compared:
+        compared = self.rounds is None and (not quiet or (self.releases and not alone))
+        if self.rounds is not None and not alone:
+            self.rounds.begin(unit.index)
+        elif compared:
             self._meet_for_forward(unit, training)
         elif self.watcher.notice() and (
             self.group.failed or any(bucket.placements.optimizer for each in self.units for bucket in each.buckets)
@@ -264,8 +274,11 @@ class Schedule:
             begun, self.forward.alone = self.forward.alone, None
             self._say_missing(unit)
             with self.group.as_one():
-                self._meet_for_forward(begun, False)
-                self.watcher.before_forward(False, compared=True)
+                if self.rounds is not None:
+                    self.rounds.begin(begun.index)
+                else:
+                    self._meet_for_forward(begun, False)
+                    self.watcher.before_forward(False, compared=True)
                 self.flush_pinned()
                 self.gather_order.begin((self.forward.kind, begun.index))
         self.gather_order.demand(unit)

@@ -235,7 +235,7 @@ def test_pytest_runs_ranks_in_worlds_where_it_is_asked_to(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([here, *sys.path])}
     for option, said in ((["--worlds"], "one process"), ([], "three")):
         done = subprocess.run(
-            [*words, *option, "test_it.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            [*words, "test_it.py", *option], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert said in done.stdout and ("1 in worlds, 0 in processes" in done.stdout) == bool(option)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import pytest
+
 from zeroshard.testing.failures import Raised
 
 from .running import run
@@ -19,6 +21,8 @@ counted = Counter(worlds=0, processes=0)
 
 def instead_of_processes(said: str) -> Callable[..., list[Any] | None]:
     """What takes the place of `ranks.run`. said: "plain", "strict", or a seed."""
+    if said not in ("plain", "strict") and not said.isdigit():
+        raise pytest.UsageError(f"--worlds takes plain, strict or a seed, and not {said!r}: name files before it")
     options: dict[str, Any] = {"strict": said == "strict", "seed": int(said) if said.isdigit() else None}
 
     def instead(

@@ -166,6 +166,7 @@ def one_edits(stage: int, how: str):
     return said, ones
 
 
+@pytest.mark.processes  # each rank has a log of its own
 @pytest.mark.parametrize("how", ["one", "write_from", "all"])
 def test_edits_of_one_rank_alone_are_said_to_mix(ranks, stage, how):
     """The owner's edit of every element counts: where ranks edit differently rank 0 warns, and only there."""

@@ -4,7 +4,7 @@ torchrun --nproc-per-node 2 examples/lightning_fit.py    # or without torchrun: 
 """
 
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["zeroshard[lightning]"]
 # [tool.uv.sources]
 # zeroshard = { path = "..", editable = true }

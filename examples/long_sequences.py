@@ -12,7 +12,7 @@ its own tokens, and the mean over ranks that of all tokens.
 """
 
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["zeroshard[torch]"]
 # [tool.uv.sources]
 # zeroshard = { path = "..", editable = true }

@@ -6,7 +6,7 @@ Each of EP ranks in a row holds E/EP experts and gets their tokens from all of t
 """
 
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["zeroshard[torch]"]
 # [tool.uv.sources]
 # zeroshard = { path = "..", editable = true }

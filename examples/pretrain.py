@@ -10,7 +10,7 @@ each node: srun torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-endpoi
 """
 
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["zeroshard[torch]"]
 # [tool.uv.sources]
 # zeroshard = { path = "..", editable = true }

@@ -5,7 +5,7 @@ torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --steps 200
 """
 
 # /// script
-# requires-python = ">=3.10"
+# requires-python = ">=3.11"
 # dependencies = ["zeroshard[torch]"]
 # [tool.uv.sources]
 # zeroshard = { path = "..", editable = true }

@@ -95,7 +95,7 @@ def _ended(made: World, tasks: list[Task]) -> Ran:
     where = f"raised on {first.name} of {made.size}"
     if type(error).__name__ in NO_FAILURES and any(type(task.error) is not type(error) for task in tasks):
         error = RankFailure(f"{first.name} of {made.size} skips the test, and not all do: {error}", [])
-    elif hasattr(error, "add_note"):  # from Python 3.11 on
+    else:
         error.add_note(where)
     for task in tasks:
         task.error = None  # with its traceback, and all that the frames in it held

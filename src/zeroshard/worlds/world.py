@@ -165,7 +165,7 @@ class World:
         for task in others:
             said = str(task.error).splitlines() or [""]
             notes.append(f"then on {task.name}: {type(task.error).__name__}: {said[0]}")
-        for note in notes if hasattr(error, "add_note") else ():  # from Python 3.11 on
+        for note in notes:
             error.add_note(note)
         for task in tasks:
             task.error = None  # with its traceback, and all that the frames in it held

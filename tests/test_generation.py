@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from torch import nn
 
 import emulated
 import ranks as rank_processes
@@ -83,38 +86,118 @@ def test_ranks_may_drop_other_layers_too(ranks, stage):
     assert ranks.run(3, layers_dropped, stage) == [True] * 3
 
 
-def raising(stage: int, where: str):
-    """What each rank is told where one raises, and the weights of a step that all make afterwards."""
-    rank, (model, optimizer, zero) = rank_processes.rank(), speaker(stage)
+class Deep(nn.Module):
+    """Forty units of one size; a forward may be interrupted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(40))
+        self.interrupted = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return x
+
+
+def deep():
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, zeroshard.shard(model, optimizer, stage=3, layout=Layout(units=["blocks.*"]))
+
+
+def peaks(known: bool):
+    """The most bytes of gathered weights that a rank used, and had ahead, in the block where one rank generates; in
+    units."""
+    model, _, zero = deep()
+    if known:
+        with torch.no_grad():
+            model(torch.ones(2, 64))
+    zero.ledger().peak.clear()
+    with zero.generating(), torch.no_grad():
+        for _ in range(2 * rank_processes.rank()):
+            model(torch.ones(2, 64))
+    peak = zero.ledger().peak
+    unit = zero.partition.buckets[0].numel * 4
+    return peak.get("gather", 0) / unit, peak.get("prefetch", 0) / unit
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_rank_that_is_through_holds_no_more_weights_than_one_that_generates(ranks, known):
+    """Also where no rank knows yet in which order units are gathered."""
+    waits, generates = ranks.run(2, peaks, known)
+    assert (waits, generates) == ((1, 2), (1, 1))  # two units at once: one that is given back counts as used
+
+
+def raising(where: str, around: bool):
+    """What each rank is told where one raises, and the weights of two steps that all make afterwards."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), speaker(3)
     told = ""
     model.eval()
     try:
-        with zero.generating(), torch.no_grad():
+        gathered = zero.gathered(model.blocks[0]) if around else contextlib.nullcontext()
+        with gathered, zero.generating(), torch.no_grad():
             for token in range(3 + rank):
-                if rank == 1 and token == 2 and where == "between":
-                    raise ValueError("no such token")
+                if rank == 1 and token == 2 and where != "inside":
+                    raise KeyboardInterrupt if where == "interrupt" else ValueError("no such token")
                 model(torch.arange(5) + (100 * (rank == 1 and token == 2 and where == "inside")))
-    except Exception as error:
+    except BaseException as error:
         told = f"{type(error).__name__}: {error}"
     model.train()
-    optimizer.zero_grad()
-    step(model, optimizer, 1)
+    for index in range(2):
+        optimizer.zero_grad()
+        step(model, optimizer, index)
     with zero.gathered():
         return told, reference.weights(model)
 
 
-@pytest.mark.parametrize("where", ["between", "inside"])
-def test_a_rank_that_raises_is_named_and_all_train_on(ranks, where):
-    (first, weights), (second, others) = ranks.run(2, raising, 3, where)
-    assert second.startswith("ValueError: no such token" if where == "between" else "IndexError: ")
-    assert first.startswith("PeerError: ") and "rank 1" in first
-    assert ("generating() raised ValueError: no such token" if where == "between" else "raised IndexError") in first
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize(("where", "said"), [("between", "ValueError: no such token"), ("inside", "IndexError")])
+def test_a_rank_that_raises_is_named_and_all_train_on(ranks, where, said, around):
+    (first, weights), (second, others) = ranks.run(2, raising, where, around)
+    assert second.startswith(said)
+    assert first.startswith("PeerError: ") and f"rank 1: {said}" in first
     assert reference.first_difference(weights, others) == ""
 
 
+def test_an_interrupt_of_one_rank_is_heard_by_the_others(ranks):
+    (first, _), (second, _) = ranks.run(2, raising, "interrupt", False)
+    assert second.startswith("KeyboardInterrupt") and "generating() raised KeyboardInterrupt" in first
+
+
+def interrupted(how: str):
+    """Blocks after an interrupt that went past every hook of a forward, in the block or in a training forward; a step."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), deep()
+    for each in (False, True, False, False):
+        model.interrupted = each
+        with contextlib.suppress(KeyboardInterrupt):
+            if each and how == "training":
+                model(torch.ones(1, 64))
+            elif each:
+                with zero.generating(), torch.no_grad():
+                    model(torch.ones(1, 64))
+        model.interrupted = False
+        with zero.generating(), torch.no_grad():
+            for _ in range(3 * rank):
+                model(torch.ones(1, 64))
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    known = zero._engine.schedule.gather_order._known
+    return sorted(known), [known[kind] for kind in sorted(known)]
+
+
+@pytest.mark.parametrize("how", ["generating", "training"])
+def test_after_an_interrupt_ranks_generate_again_and_know_one_order(ranks, how):
+    first, second = ranks.run(2, interrupted, how)
+    assert first == second
+
+
 def refused():
-    """The errors of what cannot be inside, on one rank alone and on all."""
-    model, optimizer, zero = speaker(3)
+    """The errors of what cannot be inside; a step comes through after each."""
+    rank, (model, optimizer, zero) = rank_processes.rank(), speaker(3)
     told = []
 
     def hear(call):
@@ -129,30 +212,51 @@ def refused():
 
     def in_grad_mode():
         with zero.generating():
-            model(torch.arange(5))
-
-    def parts():
-        with zero.generating(), torch.no_grad():
-            (model.blocks[0] if rank_processes.rank() else model.blocks[1])(torch.ones(2, 16))
+            if rank == 0:
+                hear(lambda: model(torch.arange(5)))
+            else:
+                model.generate(torch.arange(5), 3)
 
     def without():
         model.eval()
-        model.generate(torch.arange(5), 1 + rank_processes.rank())
+        model.generate(torch.arange(5), 1 + rank)
         step(model, optimizer, 0)
 
-    for call in (nested, in_grad_mode, parts, without):
+    for call in (nested, in_grad_mode, without):
+        model.eval()
         hear(call)
         model.train()
-    step(model, optimizer, 1)
+        optimizer.zero_grad()
+        step(model, optimizer, 1)
     return told
 
 
 def test_what_cannot_be_inside_is_refused_by_name(ranks):
-    for nested, grad, parts, without in ranks.run(2, refused):
-        assert "generating() inside another one" in nested
-        assert "in grad mode" in grad and "with torch.no_grad(): ... around them" in grad
-        assert "different parts of the model" in parts and "'blocks.0', 'blocks.1'" in parts
-        assert "with zero.generating(): ... each as often as it needs to" in without
+    for rank, told in enumerate(ranks.run(2, refused)):
+        assert "generating() inside another one" in told[0]
+        assert "with zero.generating(): ... each as often as it needs to" in told[-1]
+        if rank == 0:
+            assert "a forward in grad mode" in told[1] and "with torch.no_grad(): ... around them" in told[1]
+
+
+def parts():
+    """Ranks call parts of the model, of their own, in an order of their own."""
+    rank, (model, _, zero) = rank_processes.rank(), speaker(3)
+    plain = Speaker()
+    with zero.gathered():
+        plain.load_state_dict(model.state_dict())
+    model.eval()
+    plain.eval()
+    found, x = [], torch.ones(2, 16)
+    with zero.generating(), torch.no_grad():
+        for at in ([0, 1, 0], [2], [1, 1, 0, 2])[rank]:
+            found.append((at, model.blocks[at](x)))
+    with torch.no_grad():
+        return all(torch.equal(got, plain.blocks[at](x)) for at, got in found)
+
+
+def test_ranks_may_call_different_parts(ranks):
+    assert ranks.run(3, parts) == [True] * 3
 
 
 def with_buffers():

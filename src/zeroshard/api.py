@@ -455,9 +455,10 @@ class Zero:
 
         Every rank enters the block. A rank that leaves it takes part in the forwards of the others, which need its part
         of the weights, until no rank makes one more. Each forward costs one exchange of a few bytes between all ranks.
-        The numbers are those of the same forwards without the block. All ranks call the same module.
+        The numbers are those of the same forwards without the block. The forwards call no collectives of these ranks.
 
-        Raises `StateError` for a forward in grad mode inside, and with `Layout(buffers="always")`.
+        Raises `StateError` for a forward in grad mode inside, and with `Layout(buffers="always")`; on the other ranks
+        `PeerError` if one leaves the block by an exception.
 
         Examples:
             >>> with zero.generating(), torch.no_grad():

@@ -382,10 +382,11 @@ def sent(to: Tensor, values: Tensor) -> DeviceEvent:
         return event(device)
 
 
-def copying(device: torch.device) -> bool:
-    """Tell if a copy between pinned host memory and the device may be under way. The host does not wait."""
+def copies(device: torch.device) -> list[Any]:
+    """Return an event at the end of all copies between pinned host memory and the device that were launched so far, for
+    each stream that still has some. The host does not wait."""
     found = [_sides.get((name, device)) for name in (TO_THE_DEVICE, TO_THE_HOST)]
-    return not all(side is None or side.query() for side in found)
+    return [side.record_event() for side in found if side is not None and not side.query()]
 
 
 def at_the_end(device: torch.device) -> Callable[[], None]:
@@ -397,6 +398,8 @@ def at_the_end(device: torch.device) -> Callable[[], None]:
     home = module.current_stream(device)
 
     def end() -> None:
+        if captured(device):  # the graph would have the wait in it
+            return
         for (_, of), side in [*_sides.items()]:
             if of == device:
                 home.wait_stream(side)

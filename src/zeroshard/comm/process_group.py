@@ -55,6 +55,8 @@ def _instead(meetings: set[int], *, steps: bool, trouble: str) -> str:
             "every rank calls the model; or with zero.generating(): ... each as often as it needs to, without grad; or "
             "with zero.gathered(): ... any of them, without grad, what it gathers"
         )
+    if len(meetings) > 1 and _number("generating") in meetings:
+        return "on every rank the same blocks zero.generating(), with nothing in them but forwards without grad"
     if SENT in trouble:
         return 'Layout(buffers="local"), with which each rank keeps its own; else the same buffers on every rank'
     if trouble.partition(": ")[2].startswith(OPTION):

@@ -29,6 +29,7 @@ from ..policies.incompatible import refuse, settings
 from ..policies.layout import Layout
 from ..policies.offload import Offload
 from ..policies.precision import Precision
+from ..tiers.tier import give_back_late
 from .build.assembly import Assembly
 from .build.consistency import Alike, joined
 from .build.preflight import Structure, check_trained, refuse_wrapper
@@ -112,6 +113,7 @@ class Engine:
         layout = layout.on(accelerator=asynchronous(device))
         self.precision, self.layout, self.comm, self.device, self.offload = precision, layout, comm, device, offload
         self.ledger.begin("init")
+        give_back_late()
         at_end_of(self, at_the_end(device))
         self.group = connect(comm, self.ledger, device, layout.axis, mesh := mesh_of(model, comm))
         self.asked = asked = asked.seated(self.group.team.seat)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..arithmetic.sums import same_bits, simulated
 from ..comm.reduce_pipeline import Memory
 from ..comm.transport import Team, Work
-from ..device import DeviceEvent, Leaving, asynchronous, blank, copying, event, pin, sent
+from ..device import DeviceEvent, Leaving, asynchronous, blank, copies, event, pin, sent
 from ..events import DEVICE, HOST, Ledger
 from ..layout.limits import LEAVING, PIECES
 from ..layout.partition import BucketPlan
@@ -324,20 +324,34 @@ class _Pages(mmap.mmap):
     compute = torch.device("cpu")
 
     def __del__(self) -> None:
-        if self.unpin is not None and copying(self.compute):
-            _late.append(self)
-        elif self.unpin is not None:
+        if self.unpin is None:
+            return
+        under_way = []
+        with contextlib.suppress(Exception):  # the interpreter, or the device, has come to its end
+            under_way = copies(self.compute)
+        if under_way:
+            _late.append((self, under_way))
+        else:
             self.unpin()
 
 
-_late: deque[_Pages] = deque()  # pages of engines that went before their copies were through
+_late: deque[tuple[_Pages, list[Any]]] = deque()  # pages of engines that went before their copies were through
+
+
+def give_back_late() -> None:
+    """Give back the pages whose copies are through by now."""
+    for _ in range(len(_late)):
+        with contextlib.suppress(IndexError):  # another thread took it
+            memory, under_way = _late.popleft()
+            if all(each.query() for each in under_way):
+                memory.unpin()
+            else:
+                _late.append((memory, under_way))
 
 
 def pages(nbytes: int, compute: torch.device) -> Tensor:
     """Return a uint8 tensor of zeros in whole pages of host memory of its own, pinned if the device is a GPU."""
-    while _late and not copying(_late[0].compute):
-        through = _late.popleft()
-        through.unpin()
+    give_back_late()
     memory = _Pages(-1, max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     memory.unpin, memory.compute = pin(tensor, compute), compute

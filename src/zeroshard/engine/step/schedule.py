@@ -235,7 +235,7 @@ class Schedule:
             alone = False
         self.forward.alone = unit if alone else None
         compared = self.rounds is None and (not quiet or (self.releases and not alone))
-        if self.rounds is not None and not alone:
+        if self.rounds is not None and not alone and (self.releases or not quiet):
             self.rounds.begin(unit.index)
         elif compared:
             self._meet_for_forward(unit, training)

@@ -153,4 +153,5 @@ class Forward(Transaction):
 
     def abandon(self) -> None:
         self.unwind(None)
+        self.grad = False
         self.ledger.end("forward")

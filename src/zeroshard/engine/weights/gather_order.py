@@ -36,6 +36,7 @@ class GatherOrder:
         self._sequence: list[int] = []
         self._used: list[bool] = []
         self._at = 0  # how much of the sequence is launched
+        self._unused: list[Unit] = []  # gathered for other ranks alone, the oldest first
 
     @property
     def active(self) -> bool:
@@ -70,11 +71,12 @@ class GatherOrder:
         """
         with self.group.as_one():
             while self._at < len(self._sequence):
-                self._launch_next()
+                self._launch_unused()
             votes = self._negotiate(None, vote)
         if self.kind is not None:
             self._known[self.kind] = self._sequence
         self.kind = None
+        self._unused.clear()
         for unit in self.units:
             unit.ahead = 0
         return votes
@@ -83,6 +85,7 @@ class GatherOrder:
         """Forget all sequences after a segment ended in its middle: ranks may have come to know different ones."""
         self.kind = None
         self._known.clear()
+        self._unused.clear()
         for unit in self.units:
             unit.ahead = 0
 
@@ -105,6 +108,19 @@ class GatherOrder:
         self._at += 1
         unit.ahead += 1
 
+    def _launch_unused(self) -> None:
+        """Launch the next gather, of a unit that this rank does not need. Such units take no more memory at once than
+        those of a rank that uses them: one, and as many as are gathered ahead."""
+        while len(self._unused) > self.prefetch:
+            oldest = self._unused.pop(0)
+            oldest.ahead = 0
+            oldest.release()
+        unit = self.units[self._sequence[self._at]]
+        held = unit.ready
+        self._launch_next()
+        if not held:
+            self._unused.append(unit)
+
     def _mark_used(self, unit: Unit) -> None:
         for at in range(self._at):
             if self._sequence[at] == unit.index and not self._used[at]:
@@ -126,7 +142,10 @@ class GatherOrder:
             for index in named:
                 self._sequence.append(index)
                 self._used.append(False)
-                self._launch_next(wanted)
+                if wanted is None:
+                    self._launch_unused()
+                else:
+                    self._launch_next(wanted)
             if wanted is not None:
                 return set()
             if not named:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE := # tests and zeroshard are compiled once, not in each process that a test starts
 
-.PHONY: install demo test tools full pairs drawn slow check docs bench gpu oldest newest trainers ray web release
+.PHONY: install demo test tools full pairs drawn slow check docs bench gpu oldest newest trainers ray referee web release
 
 install: .venv/installed
 
@@ -66,6 +66,14 @@ ray: .venv-trainers/installed ## Ray Train on a local cluster of three nodes, an
 .venv-trainers/installed: pyproject.toml constraints-trainers.txt
 	$(PYTHON) -m venv --clear .venv-trainers && .venv-trainers/bin/pip install -q 'pip>=25.1'
 	.venv-trainers/bin/pip install -q -c constraints-trainers.txt --group trainers -e . && touch $@
+
+referee: .venv-referee/installed ## docs/referee.md: bugs of other engines, each shown by its job on CPUs, from an environment of its own; ten minutes
+	.venv-referee/bin/pytest -m referee tests/tools/test_referee.py
+
+.venv-referee/installed: pyproject.toml examples/referee/requirements.txt examples/referee/engines.txt
+	$(PYTHON) -m venv --clear .venv-referee && .venv-referee/bin/pip install -q 'pip>=25.1'
+	.venv-referee/bin/pip install -q -r examples/referee/requirements.txt -e '.[torch]'
+	while read -r engine needs; do DS_ACCELERATOR=cpu .venv-referee/bin/pip install -q --no-deps --no-build-isolation --target ".venv-referee/engines/$$engine" $$engine $$needs || exit 1; done <examples/referee/engines.txt && touch $@
 
 web: ## the page's template and the list of what is in it, from web/ into the package; needs Node 20.19 or later
 	cd web && npm ci --no-audit --no-fund && npm run check && npm test && npm run build && cp dist/index.html ../src/zeroshard/explain/page.html && cp dist/page.cdx.json ../src/zeroshard/explain/

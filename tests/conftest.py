@@ -43,6 +43,7 @@ MARKERS = {
     "gpu": "needs a CUDA device, skipped without one",
     "row": "proves these rows of tests/trust-table.md, as a name with rowN in it does",
     "trainers": "needs Accelerate, Transformers, Lightning, Ray or optimizers of other packages: `make trainers`",
+    "referee": "needs the versions of other engines that `make referee` installs, skipped without them",
     "slow": "left to `make slow`: by hand, or a combination of three and more values; skipped with --fast",
 }
 

@@ -245,6 +245,7 @@ COMPARED = {
     ("diff.md", "$ zeroshard diff runs/new"): "tools/test_runlog.test_a_missing_no_sync_is_found",
     ("diff.md", "runs/avx2"): "tools/test_traces.test_of_two_processors_the_first_module_that_differs_is_named",
     ("one-process.md", ""): "tools/test_docs.test_ranks_in_one_process_print_what_the_page_shows",
+    ("referee.md", "they part at step"): "tools/test_referee.test_a_job_shows_its_bug",
     ("replay.md", "zeroshard.errors.Corr"): "tools/test_docs.test_a_replay_says_what_its_page_shows",
     (
         "testing.md",

@@ -75,12 +75,18 @@ def token_loss(model, step, index, padding=3, smoothing=0.0):
     return F.cross_entropy(logits, pair["labels"].flatten(), label_smoothing=smoothing)
 
 
-def deepspeed_engine(**settings):
+def deepspeed_start():
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for minutes
     deepspeed.init_distributed("gloo")
-    model = build()
+
+
+def deepspeed_engine(model=None, **settings):
+    import deepspeed
+
+    deepspeed_start()
+    model = build() if model is None else model
     common = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0.0, "zero_force_ds_cpu_optimizer": False}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return deepspeed.initialize(

@@ -24,6 +24,7 @@ JOBS = {  # step, first tensor, kind, and how what diff says begins
     "deepspeed_7718": (0, "0.weight", "micro-batches", f"{MISSING} 0, backward 1"),
     "deepspeed_7967": (0, "0.weight", "micro-batches", f"{MISSING} 2, backward 3, backward 4, backward 5"),
     "deepspeed_7981": (0, "0.weight", "micro-batches", f"{MISSING} 0, backward 1"),
+    "deepspeed_8152": (0, "0.weight", "gradients", "the gradients differ by more than weights of micro-batches"),
     "deepspeed_8382": (0, "0.weight", "gradients", "the gradients differ by more than weights of micro-batches"),
     "lightning_19987": (1, "0.weight", "factor", "gradients in theirs are 0.5 times those in right: the micro-batches, 2"),
     "open_instruct_1498": (0, "0.weight", "micro-batches", f"{MISSING} 0, backward 1"),

@@ -80,6 +80,8 @@ def test_public_names_are_locked():
             ("split_master", False),
             ("fp8", False),
             ("scaling", "tensor"),
+            ("states", dataclasses.MISSING),
+            ("rounding", "nearest"),
         ],
         Offload: [
             ("parameters", "device"),

@@ -55,6 +55,8 @@ def test_each_field_refuses_what_it_does_not_take(policy, name):
         (Precision, "keep", [1]),
         (Precision, "fp8", 1),
         (Precision, "scaling", ["tensor"]),
+        (Precision, "states", {1: torch.bfloat16}),
+        (Precision, "rounding", ["nearest"]),
     ],
 )
 def test_values_that_are_nearly_right_are_refused(policy, name, given):

@@ -23,6 +23,7 @@ BESIDE = {
     "features.int8_gradients": ["arithmetic/int8.py"],
     "features.replica_chain": ["comm/replicate_axis.py"],
     "features.automatic_offload": ["planner/choosing.py"],
+    "features.state_formats": ["arithmetic/narrow.py", "arithmetic/philox.py"],
 }  # files that are a feature's too; the planner counts by arithmetic/fp8.py
 # Steps at all stages, gradients, norms, construction and checkpoints.
 WITHOUT = [
@@ -44,6 +45,7 @@ ASKS = {
     "features.two_level": "comm=zeroshard.Comm(group=Simulated(0, 2), hosts=2)",
     "features.nvme": 'offload=zeroshard.Offload(optimizer="nvme", path="/tmp")',
     "features.device_step": 'offload=zeroshard.Offload(optimizer="cpu", step="device")',
+    "features.state_formats": 'precision=zeroshard.Precision(states={"*": torch.bfloat16})',
     "features.automatic_offload": 'offload=zeroshard.Offload("auto", gpu_mem="1GB")',
     "features.shared_parameters": "comm=zeroshard.Comm(group=Simulated(0, 2)), offload=zeroshard.Offload(parameters='shared')",
     "features.experts": 'layout=zeroshard.Layout(along={"*": "ep"})',

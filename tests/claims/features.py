@@ -21,6 +21,7 @@ BF16 = {"param_dtype": torch.bfloat16}
 FILES = {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
 PARTS = {"parameters": 0.4, "gradients": {"nvme": 0.5, "cpu": 0.3}, "optimizer": {"nvme": 0.6}}
 SMALL = {"bucket_mib": 0.005}
+STATES = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "*": torch.float32}
 
 # Setting -> choice -> arguments of `shard`, those of a policy by its name. The first choice goes with all others.
 SETTINGS: dict[str, dict[Any, dict[str, Any]]] = {
@@ -34,6 +35,11 @@ SETTINGS: dict[str, dict[Any, dict[str, Any]]] = {
         "8bits-of-bf16": {"precision": {**BF16, "fp8": True}},
         "8bits-in-tiles": {"precision": {"fp8": True, "scaling": "1x128"}},
         "8bits-in-squares": {"precision": {"fp8": True, "scaling": "128x128"}},
+    },
+    "states": {  # of the optimizer, at rest
+        "fp32-states": {},
+        "bf16-states": {"precision": {"states": STATES}},
+        "drawn-states": {"precision": {"states": {"*": torch.bfloat16}, "rounding": "stochastic"}},
     },
     "sent": {"whole": {}, "int8": {"comm": {"reduce": "int8"}}},
     "copies": {
@@ -89,6 +95,7 @@ class Case:
     ranks: int
     stage: int
     format: str
+    states: str
     sent: str
     copies: str
     rests: str
@@ -137,7 +144,8 @@ class Case:
         masters = self.format == "bf16" or (
             self.format == "fp32" and alone
         )  # else a GPU has copies that a CPU needs not
-        return masters and self.model != "frozen" and self.cut != "one-unit"
+        wide = self.states == "fp32-states"
+        return wide and masters and self.model != "frozen" and self.cut != "one-unit"
 
     @property
     def early(self) -> bool:

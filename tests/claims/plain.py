@@ -11,10 +11,11 @@ from torch import Tensor
 import models
 import norms
 import reference
-from zeroshard.cli.reference import in_8_bits, in_codes
+from zeroshard.cli.reference import in_8_bits, in_16_bits, in_codes
 
 from .features import MODELS, Case, linear
 
+SEED = 12345  # torch's, where a run begins
 LR, CLIP = 1e-2, 0.05  # every step is clipped to that, or the test of the norms would be one of no scale
 BATCHES, LOSS = partial(models.batch, "gpt"), partial(models.loss, "gpt")
 KERNELS = {
@@ -32,6 +33,7 @@ class Numbers(NamedTuple):
     """What of a case decides its numbers. Micro-batches are those of all ranks; stages, tiers, cuts are not here."""
 
     format: str
+    states: str
     sent: str
     kernel: str
     model: str
@@ -50,6 +52,7 @@ class State(NamedTuple):
     trained: list[str]  # names of what has moments, in order
     losses: tuple[tuple[float, ...], ...] = ()  # of the last steps: step -> micro-batch
     norms: tuple[float, ...] = ()
+    drawn: int = 0  # steps so far that rounded states by drawn bits
 
 
 def numbers(case: Case) -> Numbers:
@@ -57,7 +60,7 @@ def numbers(case: Case) -> Numbers:
     ranks, micro = (case.ranks * case.micro, 1) if case.ranks != 3 else (3, case.micro)
     formats = {"halves": "bf16"}  # halves have the bits of whole masters
     return Numbers(
-        formats.get(case.format, case.format), case.sent, case.kernel, case.model, case.recomputes,
+        formats.get(case.format, case.format), case.states, case.sent, case.kernel, case.model, case.recomputes,
         ranks, micro, not case.early,
     )  # fmt: skip
 
@@ -78,13 +81,23 @@ def go_on(state: State | None, how: Numbers, steps: int, first: int, *, clips: b
         for name, parameter in model.named_parameters():
             parameter.data.copy_(state.masters[name])
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    made = []
+    names = [name for name, _ in model.named_parameters() if name not in frozen]
+    made, drawn = [], state.drawn if state else 0
+
+    def round_moments(step: int | None) -> None:
+        """Round what the optimizer keeps, by the bits of so many steps before, or to nearest even."""
+        for name, kept in zip(names, made[0].state.values(), strict=True) if how.states != "fp32-states" else ():
+            for key in ("exp_avg", "exp_avg_sq"):
+                kept[key].copy_(in_16_bits(kept[key], SEED, key, name, step))
 
     def make(masters: list[Tensor]) -> torch.optim.Optimizer:
         made.append(adamw(how.kernel, masters))
         if state:
             made[0].load_state_dict(_copied(state.moments))
+            round_moments(None)  # of a checkpoint of another format
         return made[0]
+
+    draws = how.states == "drawn-states"
 
     history, masters = reference.accumulate_with_masters(
         model, make, lambda step, index: BATCHES(step + first, index), LOSS, how.ranks, how.micro,
@@ -92,6 +105,7 @@ def go_on(state: State | None, how: Numbers, steps: int, first: int, *, clips: b
         norm=norms.total, average=True,
         rounded=lambda name, master: master if name in frozen else rounded(how.format, name, master),
         sent=in_codes if how.sent == "int8" else lambda name, gradient: gradient,
+        after_step=lambda step: round_moments(drawn + step if draws else None),
     )  # fmt: skip
     weights = reference.weights(model)
     kept = {
@@ -99,7 +113,8 @@ def go_on(state: State | None, how: Numbers, steps: int, first: int, *, clips: b
     }
     trained = [name for name in masters if name not in frozen]
     losses = tuple(map(tuple, history.losses))
-    return State(kept, _copied(made[0].state_dict()), weights, trained, losses, tuple(map(float, history.norms)))
+    moments, found = _copied(made[0].state_dict()), tuple(map(float, history.norms))
+    return State(kept, moments, weights, trained, losses, found, drawn + steps if draws else 0)
 
 
 def edited(state: State, how: Numbers, edit: Any) -> State:

@@ -18,7 +18,7 @@ from zeroshard.planner.built import holding
 from zeroshard.planner.files import Moves, moves
 
 from .features import Case
-from .plain import BATCHES, CLIP, LOSS, adamw
+from .plain import BATCHES, CLIP, LOSS, SEED, adamw
 
 STEPS = 3  # those of a simulation; then one with a fault, and one after an edit
 EDITED = "blocks.1.mlp.0.weight"
@@ -57,6 +57,7 @@ class Run:
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, parts = case, job_of(case)
+        torch.manual_seed(SEED)  # by which some states are rounded
         self.model = parts["model"]
         self.optimizer = parts["optimizer"](self.model.parameters())
         self.zero = zeroshard.shard(self.model, self.optimizer, **case.settings(folder))

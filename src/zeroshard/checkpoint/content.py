@@ -149,7 +149,8 @@ def ignored_digests(running: ModelState) -> dict[str, str]:
 class Piece(NamedTuple):
     """Elements [start, stop) of one state of one parameter, 1-D; or, with start None, a tensor of its own shape.
 
-    grain: of how many of the parameter's elements the state has one.
+    grain: of how many of the parameter's elements the state has one. computed: the dtype that the optimizer computes
+    in, as safetensors spells it, if the state rests in a narrower one; else "".
     """
 
     parameter: str
@@ -158,6 +159,7 @@ class Piece(NamedTuple):
     stop: int | None
     tensor: Tensor | Part
     grain: int = 1
+    computed: str = ""
 
 
 @dataclass
@@ -304,7 +306,10 @@ def pieces(running: ModelState) -> Iterator[Piece]:
                     yield Piece(slot.name, AVERAGE, at + own.start, at + own.stop, mean.plain())
     for name, key, value, held, own, grain in _kept(running):
         if isinstance(value, Part):
-            yield Piece(name, key, own.start, own.stop, value.cut(own.start - held, own.stop - held))
+            part = value.cut(own.start - held, own.stop - held)
+            kept = part.at_rest()
+            computed = "" if kept.dtype == part.dtype else DTYPES[part.dtype]
+            yield Piece(name, key, own.start, own.stop, kept, computed=computed)
         elif grain:
             first, last = -(-own.start // grain), -(-own.stop // grain)  # the owner of a block's first element saves it
             flat = value.detach().reshape(-1)[first - held // grain : last - held // grain]
@@ -377,7 +382,8 @@ def local_buffers(everyone: Sequence[dict[str, list[Any]]]) -> list[str]:
 
 
 def options(running: ModelState, binding: Binding) -> dict[str, Any]:
-    """Return an optimizer's class name, and of each group the names of its parameters and its options."""
+    """Return an optimizer's class name, the number of its steps where formats round by it, and of each group the names
+    of its parameters and its options."""
     groups = []
     members: dict[int, list[str]] = {}  # by group, the names of what it updates
     for member in binding.members:
@@ -391,7 +397,9 @@ def options(running: ModelState, binding: Binding) -> dict[str, Any]:
         names += [running.alone[id(p)].plan.slots[0].name for p in group["params"] if id(p) in running.alone]
         made = {k: [list(v.shape), DTYPES[v.dtype]] for k, v in group.items() if isinstance(v, Tensor)}
         groups.append({"parameters": names, "options": told} | ({"tensors": made} if made else {}))
-    return {"class": type(binding.optimizer).__name__, "groups": groups}
+    steps = binding.states.steps
+    counted = {"steps": steps.done} if steps.saved else {}
+    return {"class": type(binding.optimizer).__name__, **counted, "groups": groups}
 
 
 def _option(value: Any) -> Any:

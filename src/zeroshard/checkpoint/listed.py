@@ -70,7 +70,7 @@ def _rename(saved: Saved, theirs: Sequence[str], mine: Sequence[str], here: Here
     saved.everything()
     each, entry = numel(here.shape) // here.parts, saved.parameters[theirs[0]]
     cut: dict[tuple[str, str], list[Stored]] = {}
-    beside: dict[str, dict[tuple[str, str], Any]] = {"whole": {}, "values": {}, "grains": {}}
+    beside: dict[str, dict[tuple[str, str], Any]] = {"whole": {}, "values": {}, "grains": {}, "computed": {}}
     for number, name in enumerate(mine):
         experts = [part * len(mine) + number for part in range(here.parts)]
         olds = [theirs[expert % len(theirs)] for expert in experts]
@@ -80,11 +80,12 @@ def _rename(saved: Saved, theirs: Sequence[str], mine: Sequence[str], here: Here
                 grain = saved.grains.get(keys[0], 1)
                 cut[name, state] = _moved(saved, keys, [expert // len(theirs) for expert in experts], each, grain)
                 beside["grains"] |= {(name, state): grain} if grain > 1 else {}
+                beside["computed"] |= {(name, state): saved.computed[keys[0]]} if keys[0] in saved.computed else {}
             else:
                 kept = "whole" if keys[0] in saved.whole else "values"
                 beside[kept][name, state] = getattr(saved, kept)[keys[0]]
     dtypes = {(name, state): parts[0].dtype for (name, state), parts in cut.items()}
-    for table in (saved.cut, saved.dtypes, saved.whole, saved.values, saved.grains):
+    for table in (saved.cut, saved.dtypes, saved.whole, saved.values, saved.grains, saved.computed):
         for key in [key for key in table if key[0] in theirs]:
             del table[key]
     for old in theirs:
@@ -95,6 +96,7 @@ def _rename(saved: Saved, theirs: Sequence[str], mine: Sequence[str], here: Here
     saved.whole |= beside["whole"]
     saved.values |= beside["values"]
     saved.grains |= beside["grains"]
+    saved.computed |= beside["computed"]
     for name in mine:
         saved.parameters[name] = Parameter(here.shape, entry.dtype, [name])
         if states := [state for state in _kept(saved, name) if state not in (VALUE, AVERAGE)]:

@@ -80,6 +80,8 @@ class Staged:
     differing: dict[str, list[Tensor | None]] = field(default_factory=dict)  # see `Loaded.buffers`
     groups: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     later: list[str] = field(default_factory=list)  # options that only the checkpoint has, by group
+    steps: list[tuple[Binding, int]] = field(default_factory=list)  # how many each optimizer had done
+    rounded: dict[str, torch.dtype] = field(default_factory=dict)  # states that rest here in a narrower dtype
     extra: dict[str, Any] = field(default_factory=dict)
     rng: Rng | None = None
 
@@ -146,6 +148,9 @@ def _load(running: ModelState, folder: Path, opened: contextlib.ExitStack, *, st
         saved.reader.unchanged()
     if group.rank == 0 and staged.later:
         log.info("%s: options that only the checkpoint had were taken: %s", folder, "; ".join(staged.later))
+    if group.rank == 0 and staged.rounded:
+        kinds = ", ".join(f"{state} to {dtype}" for state, dtype in staged.rounded.items())
+        log.info("%s: states rest in a narrower format here, and were rounded to nearest even: %s", folder, kinds)
     running.seed, running.no_sync = saved.manifest["seed"], saved.manifest.get("no_sync", 0)
     if running.moving and saved.manifest.get("average"):
         running.moving.updates = saved.manifest["average"]["updates"]
@@ -337,6 +342,8 @@ def _stage(running: ModelState, saved: Saved) -> Staged:
     paired = len(running.bindings) == len(optimizers)
     for number, (binding, told) in enumerate(zip(running.bindings, optimizers if paired else [], strict=False)):
         alike_kind = told["class"] == type(binding.optimizer).__name__
+        if alike_kind:
+            staged.steps.append((binding, told.get("steps", 0)))
         for at, match in enumerate(_matches(running, binding, told) if alike_kind else ()):
             theirs = (match.saved or {}).items()
             later = _later(binding, match)
@@ -416,7 +423,7 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
     if key in saved.values:
         return saved.values[key]
     if key in saved.cut:
-        dtype, grain = saved.dtypes[key], saved.grains.get(key, 1)
+        dtype, grain = saved.computed.get(key, saved.dtypes[key]), saved.grains.get(key, 1)
         place = binding.optimizer.state.get(like, {}).get(state)
         if dtype.is_floating_point and grain == 1 and dtype == saved.dtypes[name, VALUE]:
             dtype = like.dtype  # else the optimizer's class chose a dtype of its own
@@ -426,6 +433,8 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
         if rests_away(bucket) and grain == 1:
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)
+            if (narrow := rest.at_rest().dtype).itemsize < saved.dtypes[key].itemsize and narrow != dtype:
+                staged.rounded[state] = narrow
             staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, bucket, slot, *part)))
             return blank
         shape = like.shape if grain == 1 else torch.Size([-(-part.stop // grain) - part.start // grain])
@@ -454,6 +463,8 @@ def commit(running: ModelState, staged: Staged) -> None:
             binding.optimizer.state[param] = states
         else:
             binding.optimizer.state.pop(param, None)
+    for binding, steps in staged.steps:
+        binding.states.steps.done = steps
     for group, told in staged.groups:
         for key, value in told.items():
             group[key] = _as_it_was(group.get(key), value)

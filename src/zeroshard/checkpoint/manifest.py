@@ -15,12 +15,15 @@ The manifest is canonical JSON (sorted keys, no spaces). Its entries:
     parameters  name -> shape, dtype (as safetensors spells it), names (all of a tied parameter's), strips (below)
     fragments   lists of parameter, state, start, stop, dtype, shape, byte offset, file
     grains      lists of parameter, state, elements: states with one number for so many of the parameter's
+    narrow      lists of parameter, state, dtype: states that rest in a narrower format, and the dtype in which the
+                  optimizer computes with them
     values      lists of parameter, state, number: what optimizers keep beside tensors
     files       name -> nbytes, digests: the xxh3-128 of every 4 MiB, in hexadecimal
     buffers     name -> file, shape, dtype, offset; rank 0's
     local_buffers   name -> a list by rank of such entries, or null where the rank has none: buffers that differ
     optimizers  per optimizer class and groups: parameters by name, options ({"float": "inf"} for an infinity or NaN),
-                  tensors: shape and dtype of those options that are tensors, not in earlier ones
+                  tensors: shape and dtype of those options that are tensors, not in earlier ones; steps: how many it
+                  has done, if states are rounded by that number
     extra, extra_tensors, extra_file    what the user saved along: {"map": ...}, {"list": ...}, {"tensor": name}, ...
 
 A fragment with a start and a stop holds elements [start, stop) of the flat parameter (for a state in `grains`, of that
@@ -30,7 +33,7 @@ optimizer's own state of that name is written "optimizer:value". Whether a state
 parameter's follows from its shape, never from its name. Reading intersects intervals: who wrote what does not matter.
 
 Version 2 is for checkpoints with `strips` or `grains`, 3 for those in parts (parts.py), 4 for those with
-`local_buffers`, in parts or not; older readers refuse them.
+`local_buffers`, in parts or not, and 5 for those with `narrow`, with all else or not; older readers refuse them.
 
     rows                 "strips" of a parameter that tensor parallelism cut on a later dimension than the first: [rows,
     |--part 0--|--part 1--|   run, parts]. Its intervals count part by part, as ranks hold them: all of part 0, row by
@@ -69,8 +72,9 @@ FORMAT, VERSION = "zeroshard checkpoint", 2
 UNCUT = 1  # the version of checkpoints without `strips`, which readers that know of none read too
 IN_PARTS = 3  # the version in which each rank's part lists what its file holds: see `parts.py`
 LOCAL = 4  # the version that lists each rank's own buffers; it is in parts if it has "cut"
-READ = UNCUT, VERSION, IN_PARTS, LOCAL
-NAMING = {"parameters", "fragments", "grains", "cut", "values", "buffers", "local_buffers", "optimizers"}
+NARROW = 5  # the version with states that rest in a narrower format than their optimizer computes in
+READ = UNCUT, VERSION, IN_PARTS, LOCAL, NARROW
+NAMING = {"parameters", "fragments", "grains", "narrow", "cut", "values", "buffers", "local_buffers", "optimizers"}
 CHUNK = 1 << 20  # elements converted at a time
 VALUE = "value"  # of a parameter: its master, or itself
 AVERAGE = "average"  # of its values
@@ -112,6 +116,7 @@ class Saved:
     holders: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)  # ranks of its first and last element
     files: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"nbytes": int, "digests": [hex, ...]}}
     grains: dict[tuple[str, str], int] = field(default_factory=dict)  # elements per element of such a state
+    computed: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # of states that rest in a narrower one
     whole: dict[tuple[str, str], Stored] = field(default_factory=dict)
     values: dict[tuple[str, str], Any] = field(default_factory=dict)
     buffers: dict[str, Stored] = field(default_factory=dict)  # rank 0's
@@ -142,7 +147,7 @@ class Saved:
     @property
     def _parted(self) -> bool:
         version = self.manifest["version"]
-        return bool(version == IN_PARTS or (version == LOCAL and "cut" in self.manifest))
+        return bool(version == IN_PARTS or (version in (LOCAL, NARROW) and "cut" in self.manifest))
 
     def _check(self) -> None:
         manifest = self.manifest
@@ -209,11 +214,16 @@ class Saved:
 
         manifest = self.manifest
         self.buffers = {name: stored(entry) for name, entry in manifest["buffers"].items()}
-        for name, ranks in manifest["local_buffers"].items() if manifest["version"] == LOCAL else ():
+        for name, ranks in self._of_ranks().items():
             if name in self.buffers or len(self._list(ranks)) != manifest["ranks"]:
                 raise self.damage(f"buffer {name!r} once, or of each rank", len(ranks))
             self.differing[name] = [None if each is None else stored(each) for each in ranks]
         self.buffers |= {name: each[0] for name, each in self.differing.items() if each[0] is not None}
+
+    def _of_ranks(self) -> dict[str, Any]:
+        """Return the entries of buffers that differ between ranks."""
+        found: dict[str, Any] = self.manifest["local_buffers"] if self.manifest["version"] == LOCAL else {}
+        return self.manifest.get("local_buffers", {}) if self.manifest["version"] == NARROW else found
 
     def _check_fragments(self) -> None:
         """Check that every element of every state that is cut lies in exactly one place."""
@@ -239,6 +249,11 @@ class Saved:
                     raise self.damage(f"intervals of {state} of {name!r}", stored)
                 self.cut.setdefault(key, []).append(stored)
                 self.dtypes.setdefault(key, stored.dtype)
+        for name, state, dtype in self._list(self.manifest["narrow"]) if self.manifest["version"] == NARROW else ():
+            key, computed = self._key(name, state), TORCH_DTYPES[dtype]
+            wider = key in self.cut and computed.itemsize > self.dtypes[key].itemsize
+            if not wider or self.computed.setdefault(key, computed) is not computed or state in (VALUE, AVERAGE):
+                raise self.damage(f"{state} of {name!r} in a narrower format than {dtype}", self.dtypes.get(key))
         if not self._parted:
             self._check_whole()
 
@@ -389,6 +404,7 @@ class Saved:
     def _check_optimizers(self) -> None:
         for told in self._list(self.manifest["optimizers"]):
             self._text(told["class"])
+            self._count(told.get("steps", 0))
             for group in self._list(told["groups"]):
                 for name in self._list(group["parameters"]):
                     self._text(name)

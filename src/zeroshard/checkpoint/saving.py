@@ -48,7 +48,7 @@ from .content import (
     writable,
 )
 from .files import absolute, make_room, publish, remove, write_manifest, write_tensors
-from .manifest import FORMAT, IN_PARTS, LOCAL, UNCUT, VERSION, check_loads, finite, orders, plain, siblings
+from .manifest import FORMAT, IN_PARTS, LOCAL, NARROW, UNCUT, VERSION, check_loads, finite, orders, plain, siblings
 from .staging import discard, owner, place_beside, release_signals, temporary
 
 SNAPSHOT = "snapshot"  # in the ledger: what a save behind the training holds
@@ -214,13 +214,15 @@ def _snapshot(
     running: ModelState, extra: Mapping[str, Any] | None, differing: Sequence[str], *, copied: bool
 ) -> Snapshot:
     tensors: dict[str, Tensor | Part] = {}
-    fragments, grains = [], []
+    fragments, grains, narrow = [], [], []
     for piece in pieces(running):
         dtype = writable(f"{piece.state} of parameter {piece.parameter!r}", piece.tensor)
         key = _add(tensors, f"{piece.state}/{piece.parameter}", piece.tensor)
         fragments.append([*piece[:4], dtype, list(piece.tensor.shape), key])
         if piece.grain > 1:
             grains.append([piece.parameter, piece.state, piece.grain])
+        if piece.computed and piece.start == 0:  # by one rank
+            narrow.append([piece.parameter, piece.state, piece.computed])
     saved_along: dict[str, Tensor] = {}
     told = plain("extra", dict(extra or {}), saved_along)
     buffers, extras = {}, []
@@ -238,6 +240,7 @@ def _snapshot(
     own = {
         "fragments": fragments,
         "grains": grains,
+        "narrow": narrow,
         "values": list(values(running)),
         "rng": rng_states(running.group.device),
     }
@@ -378,6 +381,7 @@ def _write_own(group: Group, snapshot: Snapshot, beside: Path) -> dict[str, Any]
         "ended": ended,
         "fragments": whole,
         "grains": [grain for grain in own["grains"] if tuple(grain[:2]) in begun],
+        "narrow": own["narrow"],
         "values": own["values"],
         "differing": _buffers(snapshot, name, differing=True),
     }
@@ -420,6 +424,8 @@ def _publish(snapshot: Snapshot, everyone: Sequence[dict[str, Any]], beside: Pat
     if snapshot.differing:
         each = {name: [own["differing"].get(name) for own in everyone] for name in snapshot.differing}
         manifest |= {"version": LOCAL, "local_buffers": each}
+    if narrow := [entry for own in everyone for entry in own["narrow"]]:
+        manifest |= {"version": NARROW, "narrow": narrow}
     check_loads(target, manifest)
     write_manifest(beside, manifest)
     publish(beside, target)

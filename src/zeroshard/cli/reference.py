@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from ..device import divisor
@@ -189,6 +190,42 @@ def in_codes(name: str, gradient: Tensor) -> Tensor:
     drawn = _hash(_unsigned(rows / scales) ^ block[:, None] ^ _hash(torch.arange(BLOCK, device=rows.device))) % 2**16
     codes = (rows / scales + (drawn + 0.5) / 2**16).floor().clamp(-127, 127)
     return torch.where(finite, codes * scales, math.nan).view(-1)[: flat.numel()].view_as(gradient).to(gradient.dtype)
+
+
+def in_16_bits(values: Tensor, seed: int, state: str, name: str, step: int | None) -> Tensor:
+    """Round one state of a parameter to numbers of bfloat16, as `Precision(states=...)` does.
+
+    step: the number of the optimizer's step, from 0, whose random bits round up or down; None: round to nearest even.
+    """
+    if step is None:
+        return values.to(torch.bfloat16).to(values.dtype)
+    flat = values.detach().reshape(-1)
+    bits, drawn = _unsigned(flat), _drawn(flat.numel(), f"{seed} {state} {name}", step)
+    upper = bits // 2**16 + (bits % 2**16 + drawn >= 2**16)
+    signed = upper * 2**16 - (upper >= 2**15) * 2**32
+    rounded = signed.to(torch.int32).view(torch.float32)
+    return torch.where(flat.isfinite(), rounded, flat).view_as(values)
+
+
+def _drawn(numel: int, what: str, step: int) -> Tensor:
+    """Return 16 random bits for each of so many elements: Philox 4x32-10 (Salmon et al. 2011), eight from a counter."""
+    key = xxhash.xxh3_128_intdigest(what.encode()) >> 64
+    element = torch.arange(numel)
+    block = element // 8
+    words = [block % 2**32, block // 2**32, torch.full_like(block, step % 2**32), torch.full_like(block, step >> 32)]
+    for turn in range(10):
+        (high_a, low_a), (high_b, low_b) = _product(words[0], 0xD2511F53), _product(words[2], 0xCD9E8D57)
+        keys = (key + turn * 0x9E3779B9) % 2**32, ((key >> 32) + turn * 0xBB67AE85) % 2**32
+        words = [high_b ^ words[1] ^ keys[0], low_b, high_a ^ words[3] ^ keys[1], low_a]
+    word = torch.stack(words)[element % 8 // 2, element]
+    return torch.where(element % 2 == 0, word % 2**16, word // 2**16)
+
+
+def _product(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Return the upper and the lower 32 bits of the product of numbers of 32 bits."""
+    lower = factor % 2**16 * word
+    upper = factor // 2**16 * word + lower // 2**16
+    return upper // 2**16, upper % 2**16 * 2**16 + lower % 2**16
 
 
 def _unsigned(values: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import UserError, nearest
 from .balance import Piece, owners, work
-from .shard_dim import Elements
+from .shard_dim import Among, Elements, Strips
 from .stage import Degree, Seat
 
 if TYPE_CHECKING:
@@ -131,6 +131,12 @@ class Slot(NamedTuple):
         """Return the same part as indices into a tensor of bucket elements [start, stop)."""
         part = self.within(start, stop)
         return slice(self.start + part.start - start, self.start + part.stop - start) if part.numel else slice(0, 0)
+
+    def among(self, sits: Seat) -> Among:
+        """Return where the part that a rank's team has of this slot lies in the whole tensor; other teams may have
+        other parts."""
+        shape, cut = sits.whole(self.shape, self.cut or 0), self.cut or 0
+        return Among(shape, sits.part * self.numel, Strips.of(shape, cut, sits.parts))
 
 
 @dataclass(frozen=True)

@@ -65,12 +65,16 @@ def holding(zero: Zero, *, beside: bool | None = None) -> Holding:
         key = number, zero._engine.formats(bucket).master, asked_with(optimizer, slot.together)
         if key not in probed:
             probed[key] = probe(optimizer, group, key[1], key[2])
-        found = {state: each.kept(slot.together) for state, each in probed[key].items()}
+        rests_as = precision.of_bucket(bucket).state
+        found = {state: each.at_rest(rests_as(state)).kept(slot.together) for state, each in probed[key].items()}
         number = numbers[id(optimizer)]
         at = zero._engine.resting[bucket.index]["optimizer"]
-        if at == NVME or (there and at != DEVICE):
+        if at == NVME or (there and at != DEVICE) or narrow(bucket):
             return {file_name(state, number) if each[1] == 1 else state: each for state, each in found.items()}
         return found
 
-    seats = Seats(zero._engine.group.team.seat, zero._engine.group.axis_team.seat)
-    return Holding(zero.partition, zero.placements, seats, rests, kept, zero._engine.resting, there=there)
+    def narrow(bucket: BucketPlan) -> bool:
+        return precision.of_bucket(bucket).narrow_states
+
+    seats, resting_in = Seats(zero._engine.group.team.seat, zero._engine.group.axis_team.seat), zero._engine.resting
+    return Holding(zero.partition, zero.placements, seats, rests, kept, resting_in, there=there, narrow=narrow)

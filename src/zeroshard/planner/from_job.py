@@ -122,8 +122,9 @@ def _recipe(run: Simulation) -> recipes.Recipe:
             if bucket.trainable:
                 shape = optimizers.asked_with(optimizer, slot.shape)
                 found = optimizers.probe(optimizer, group, zero._engine.formats(bucket).master, shape)
+                rests_as = zero._engine.precision.of_bucket(bucket).state
                 for state, asked in found.items():
-                    nbytes, grows = asked.kept(slot.shape)
+                    nbytes, grows = asked.at_rest(rests_as(state)).kept(slot.shape)
                     if grows:
                         add(state, -(-slot.numel // grows) * nbytes)
                     elif asked.sides:

@@ -25,6 +25,14 @@ class Shown(NamedTuple):
         sized = of or (1,)
         return of if self.sides is None else tuple(sized[-1 - side] if side < 0 else side for side in self.sides)
 
+    def at_rest(self, dtype: Any) -> Shown:
+        """Return the state as it rests if `Precision.states` gives it this dtype: that of one that is fp32 for each
+        element."""
+        import torch
+
+        narrow = self.sides is None and self.grain == 1 and self.dtype is torch.float32
+        return self._replace(dtype=dtype) if narrow else self
+
     def kept(self, of: tuple[int, ...]) -> tuple[int, int]:
         """Return (bytes, elements that they are for; 0: the whole tensor) for a parameter of shape `of`."""
         if self.sides is None:

@@ -51,7 +51,7 @@ def reserved(
     passing: bool = False,
 ) -> Iterator[Reserved]:
     """Yield what is reserved for each state of a bucket. tier: of the optimizer's states. passing: are they in memory,
-    or on the device, for a step only?
+    on the device, or in the format that the optimizer computes in, for a step only?
 
     A bucket stores its padding with each state. An optimizer sees fragments, which have none. But where states pass, as
     from a file, a state per element has room for the whole bucket; the optimizer's other states then rest in host
@@ -136,6 +136,7 @@ class Holding(NamedTuple):
     accumulated: bool = True
     seen: dict[int, list[Reserved]] | None = None  # what was reserved for each bucket, where that stays as it is
     there: bool = False  # are states that rest elsewhere stepped on the device?
+    narrow: Callable[[BucketPlan], bool] = lambda bucket: False  # may states of its optimizer rest in 16 bits?
 
     def tier(self, bucket: BucketPlan) -> Mapping[str, str]:
         """Return the tier of each kind of a bucket's states."""
@@ -150,7 +151,7 @@ class Holding(NamedTuple):
 
     def _reserved(self, bucket: BucketPlan) -> Iterator[Reserved]:
         rows, tier = self.resting(bucket).rows, self.tier(bucket)["optimizer"]
-        passing = tier == NVME or (self.there and tier != DEVICE)
+        passing = tier == NVME or (self.there and tier != DEVICE) or self.narrow(bucket)
         return reserved(bucket, self.placements, self.seats.of(bucket), rows, self.kept, tier, passing=passing)
 
     def tiers(self, *, padding_row: bool = False) -> Tiers:
@@ -197,20 +198,26 @@ class Holding(NamedTuple):
 
     def rounding(self) -> int:
         """Count the bytes of whole pinned pages beyond what rests in them. An optimizer's own states are pinned if they
-        come to the device for each step."""
+        come to the device for each step, or are decoded for it."""
         return sum(
             aligned(each.nbytes) - each.nbytes
             for bucket in self.partition.buckets
             for each in self.reserved(bucket)
             if each.tier == HOST
-            and (each.state in ("parameters", "gradients", "master") or each in self._passing(bucket))
+            and (each.state in ("parameters", "gradients", "master") or each.state in self._filed(bucket))
         )
+
+    def _filed(self, bucket: BucketPlan) -> set[str]:
+        """Return the names of the optimizer's own states of a bucket that rest as a tensor each, off the device."""
+        if not bucket.trainable or self.tier(bucket)["optimizer"] == DEVICE or not (self.there or self.narrow(bucket)):
+            return set()
+        return {state for slot in bucket.slots for state, (_, grows) in self.kept(bucket, slot).items() if grows == 1}
 
     def _passing(self, bucket: BucketPlan) -> list[Reserved]:
         """List the states of a bucket that come to the device for each step, and rest elsewhere."""
         if not (self.there and bucket.trainable) or self.tier(bucket)["optimizer"] == DEVICE:
             return []
-        kept = {state for slot in bucket.slots for state, (_, grows) in self.kept(bucket, slot).items() if grows == 1}
+        kept = self._filed(bucket)
         kept.add("parameters" if self.resting(bucket).master is Master.NONE else "master")
         return [each for each in self.reserved(bucket) if each.state in kept and each.numel]
 

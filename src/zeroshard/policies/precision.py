@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -19,9 +19,11 @@ Nonfinite = Literal["ignore", "raise", "skip"]
 
 
 Scaling = Literal["tensor", "1x128", "128x128"]
-
+Rounding = Literal["nearest", "stochastic"]
 
 COMPUTED = (*LOW, torch.float32)  # what modules may compute in with parameters of 8 bits
+OTHERS = "*"  # in `Precision.states`: all states that it does not name
+STATES_REST_IN = (torch.bfloat16, torch.float32)
 
 
 def _is_wide(given: object) -> bool:
@@ -38,6 +40,11 @@ def _dtype(name: str) -> Field:
         return f"Precision({name}=torch.bfloat16)"
 
     return Field(_is_wide, "must be a floating dtype of 16 bits or more", instead=instead).or_none()
+
+
+def _is_states(given: object) -> bool:
+    """Tell formats of an optimizer's states, by name, from anything else."""
+    return isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
 
 
 _FIELDS = {
@@ -64,6 +71,12 @@ _FIELDS = {
         instead=lambda _: 'Precision(fp8=["*.mlp.*.weight"]), or Precision(fp8=True) for the weights of linear layers',
     ),
     "scaling": one_of(Scaling, "says of which part of a tensor in 8 bits each scale is"),
+    "states": Field(
+        _is_states,
+        "takes the dtype in which each of an optimizer's states rests, by the state's name",
+        instead=lambda _: 'Precision(states={"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16})',
+    ),
+    "rounding": one_of(Rounding, "says how states are rounded to 16 bits"),
 }
 
 
@@ -101,6 +114,13 @@ class Precision:
     scaling: which part of such a tensor has a scale of its own: "tensor", all of it, or each of stacked experts;
         "128x128", so many rows and columns; or "1x128", 128 elements of a row. Columns are the last dimension, rows all
         others.
+    states: {name: dtype} of an optimizer's states at rest, torch.bfloat16 or torch.float32. "*" stands for all that are
+        not named, which else are float32. The optimizer computes in float32, bucket by bucket, with states that are
+        decoded for its step and rounded after it. Only states with an element for each of the parameter's can be
+        named. Numbers differ from those of float32 states, and not between stages, tiers and numbers of ranks.
+    rounding: how these are rounded: "nearest", ties to even; or "stochastic", up or down at random with a probability
+        that makes the mean right. The random bits follow from the seed, the number of the optimizer's step, the state's
+        and the parameter's name, and the element's place in the parameter (Philox 4x32-10, Salmon et al. 2011).
 
     Raises `UserError` for fields that do not go together.
 
@@ -120,6 +140,8 @@ class Precision:
     split_master: bool = False
     fp8: bool | Sequence[str] = False
     scaling: Scaling = "tensor"
+    states: Mapping[str, torch.dtype] = field(default_factory=dict, hash=False)
+    rounding: Rounding = "nearest"
 
     def __post_init__(self) -> None:
         check_fields(self, _FIELDS)
@@ -146,6 +168,7 @@ class Precision:
                 instead="Precision(param_dtype=torch.bfloat16, split_master=True)",
             )
         self._check_fp8()
+        self._check_states()
 
     def _check_fp8(self) -> None:
         if self.scaling != "tensor" and not self.fp8:
@@ -163,6 +186,32 @@ class Precision:
                 f"split_master={self.split_master}",
                 instead="Precision(param_dtype=torch.bfloat16, fp8=True)",
             )
+
+    def _check_states(self) -> None:
+        for name, dtype in self.states.items():
+            if dtype not in STATES_REST_IN:
+                raise UserError(
+                    "an optimizer's states rest in torch.bfloat16 or torch.float32",
+                    where=f"Precision.states[{name!r}]",
+                    got=dtype if isinstance(dtype, torch.dtype) else repr(dtype),
+                    instead=f"Precision(states={{{name!r}: torch.bfloat16}})",
+                )
+        if self.rounding != "nearest" and not self.narrow_states:
+            raise UserError(
+                "Precision.rounding says how states are rounded to 16 bits, and none is",
+                got=f"rounding={self.rounding!r}, states={dict(self.states)!r}",
+                instead='Precision(states={"*": torch.bfloat16}, rounding="stochastic")',
+            )
+
+    @property
+    def narrow_states(self) -> bool:
+        """Tell if some of an optimizer's states may rest in a narrower format than it computes in."""
+        return any(dtype is not torch.float32 for dtype in self.states.values())
+
+    def state(self, name: str) -> torch.dtype:
+        """Return the dtype in which an optimizer's state of this name rests, if it has an element for each of its
+        parameter's."""
+        return self.states.get(name, self.states.get(OTHERS, torch.float32))
 
     def keeps(self, names: Sequence[str]) -> bool:
         """Tell if a parameter of these names is an exception (`keep`)."""

@@ -14,6 +14,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -103,6 +104,10 @@ class Rest:
         """Tell if the bits of `tensor` are the ones that rest here."""
         return same_bits(tensor.to(self.tensor.device), self.tensor)
 
+    def at_rest(self, part: Part) -> Part:
+        """Return the elements of a part of this rest in the format in which they rest, as checkpoints have them."""
+        return part
+
 
 class OnDevice(Rest):
     """A rest in the memory that the device computes with."""
@@ -166,6 +171,10 @@ class Part(NamedTuple):
         moves = self.rest.on_demand or self.rest.pinned
         return self if moves else self.rest.tensor[self.start : self.stop].view(self.shape)
 
+    def at_rest(self) -> Part:
+        """Return these elements in the format in which they rest."""
+        return self.rest.at_rest(self)
+
     @contextlib.contextmanager
     def here(self, *, changed: bool = False) -> Iterator[Tensor]:
         with self.rest.some(self.start, self.stop, changed=changed) as tensor:
@@ -182,6 +191,18 @@ def present(tensor: Tensor | Part, *, changed: bool = False) -> Iterator[Tensor]
         yield tensor
 
 
+@dataclass
+class Steps:
+    """The steps of one optimizer: how many it has done, and whether one runs now. Some formats round by the count.
+
+    saved: does a checkpoint have the count?
+    """
+
+    done: int = 0
+    running: bool = False
+    saved: bool = False
+
+
 class Tier(Protocol):
     """Storage for states: zero-filled when reserved, unless said otherwise, counted by state until given back."""
 
@@ -195,6 +216,10 @@ class Tier(Protocol):
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
         """Reserve room for one state of one bucket, zeros."""
         ...
+
+    def of(self, key: str, steps: Steps) -> Tier:
+        """Return the tier for an optimizer's own state, which may rest in another format there. key: its name."""
+        return self
 
     def give_up(self, state: str, rests: Sequence[Rest]) -> None:
         """Give back the room of some of this tier's rests."""

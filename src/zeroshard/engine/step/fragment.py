@@ -23,7 +23,7 @@ from ...events import DEVICE, HOST, NVME
 from ...layout.partition import Slot
 from ...layout.shard_dim import Elements
 from ...layout.stage import STATES
-from ...tiers.tier import Part
+from ...tiers.tier import Part, Steps
 from ..weights.bucket import Bucket, Place
 from ..weights.flat import Flat
 
@@ -79,6 +79,7 @@ class States:
         self.optimizer = optimizer
         self.number = number
         self.group = group
+        self.steps = Steps()
         self._fragments: dict[int, list[Fragment]] = {}  # by bucket
         self._rests: dict[int, dict[str, Flat]] = {}  # by bucket and name, a place in a file
         self._counters: dict[int, Tensor] = {}  # by bucket, a tensor that has its fragments' version counter
@@ -220,7 +221,7 @@ class States:
         rests = self._rests.setdefault(bucket.plan.index, {})
         if key not in rests:
             name = file_name(key, self.number)
-            tier, degree = bucket.tiers["optimizer"], bucket.placements.optimizer
+            tier, degree = bucket.tiers["optimizer"].of(key, self.steps), bucket.placements.optimizer
             rests[key] = Flat.reserve(name, bucket.plan, self.group, tier, like.dtype, degree)
         part = fragment.elements
         return rests[key].part(slot.start + part.start, slot.start + part.stop)._replace(shape=tuple(like.shape))
@@ -252,6 +253,8 @@ class States:
         """Bring fragments and states of one bucket to memory for the block, where the user's `step` finds them."""
         fragments = self.of(bucket)
         with contextlib.ExitStack() as here:
+            self.steps.running = True
+            here.callback(setattr, self.steps, "running", False)  # last, once all is encoded
             for rest in self.moving(bucket):
                 here.enter_context(rest.here())
             if bucket.gradients is not None and not bucket.sums_come:

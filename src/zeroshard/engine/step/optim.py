@@ -286,7 +286,8 @@ class Binding(Transaction):
             raise StateError(
                 "torch.compile(optimizer.step), where buckets are stepped one after the other, which is not compiled",
                 where=f"optimizer {self.number}, rank {self.group.rank}",
-                expected="states on the device, and gradients in the dtype that the optimizer updates",
+                expected="states on the device, none of them in a format of Precision.states, and gradients in the "
+                "dtype that the optimizer updates",
                 instead="optimizer.step() without torch.compile",
             )
         if self._nested():
@@ -497,6 +498,7 @@ class Binding(Transaction):
         )
         self.averages.drop_copies()
         self.states.count(changed=True)
+        self.states.steps.done += 1
         self.call = self._marks = None
         self.group.progress.steps += 1
         self.group.ledger.end("step")

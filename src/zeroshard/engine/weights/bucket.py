@@ -24,7 +24,7 @@ from ...errors import StateError, UserError
 from ...events import ends
 from ...hooks import features, first
 from ...layout.partition import BucketPlan, Slot
-from ...layout.shard_dim import Among, Strips
+from ...layout.shard_dim import Among
 from ...layout.stage import SAVED, STATES, Degree, Placements
 from ...layout.states import Master, master_of
 from ...policies.precision import Precision
@@ -227,8 +227,8 @@ class Bucket:
 
     @property
     def by_itself(self) -> bool:
-        """True if the bucket is stepped separately: a state rests off the device, or its masters rest split."""
-        return self.codec.alone or self._off_device
+        """True if the bucket is stepped separately: a state rests off the device, or is there for a step only."""
+        return self.codec.alone or self._off_device or self.tiers["optimizer"].on_demand
 
     @property
     def upcast(self) -> bool:
@@ -251,8 +251,7 @@ class Bucket:
 
     def among(self, slot: Slot) -> Among:
         """Return where this team's part of a slot lies in the whole tensor; other teams may hold other parts."""
-        shape, cut = self.team.seat.whole(slot.shape, slot.cut or 0), slot.cut or 0
-        return Among(shape, self.team.seat.part * slot.numel, Strips.of(shape, cut, self.team.seat.parts))
+        return slot.among(self.team.seat)
 
     @functools.cached_property
     def rests(self) -> tuple[int, int]:

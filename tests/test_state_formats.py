@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,14 @@ import zeroshard
 from zeroshard import Comm, Layout, Machine, Model, Offload, Precision
 from zeroshard.arithmetic.narrow import _round_by, key_of, round_
 from zeroshard.arithmetic.philox import bits16, bits16_at, philox_
+from zeroshard.checkpoint.content import model_state, pieces
 from zeroshard.checkpoint.manifest import Saved
 from zeroshard.cli.reference import as_one, in_16_bits
 from zeroshard.errors import StateError, UserError
 from zeroshard.features.state_formats import elements
 from zeroshard.layout.shard_dim import Among, Strips
 from zeroshard.planner import predict_tiers
+from zeroshard.planner.built import holding
 
 BF16, FP32, SEED = torch.bfloat16, torch.float32, 7
 BOTH = {"exp_avg": BF16, "exp_avg_sq": BF16}
@@ -316,7 +319,7 @@ def second_half(folder, *settings):
 
 
 def moments(folder):
-    with Saved.open(folder) as opened:
+    with Saved.open(Path(folder)) as opened:
         return {
             f"{name} {state}": opened.interval((name, state), 0, parts[-1].stop)
             for (name, state), parts in opened.cut.items()
@@ -361,6 +364,22 @@ def test_a_checkpoint_of_either_format_loads_into_the_other_and_says_what_it_rou
     assert "rounded" not in caplog.text
     reference.assert_same(moments(tmp_path / "again"), {key: value.float() for key, value in narrow.items()})
     assert json.loads((tmp_path / "again" / "manifest.json").read_text())["manifest"]["version"] == 1
+
+
+def kept(folder):
+    """Replicas that compare what they hold, and a save behind the training: bytes of its copies, counted and predicted."""
+    model, optimizers, zero = sharded("AdamW", "stochastic", 2, comm=Comm(replicas=2))
+    trained(model, optimizers, zero)
+    zero.check_replicas()
+    zero.save(f"{folder}/behind", asynchronous=True).wait()
+    own = sum(piece.tensor.numel() * piece.tensor.itemsize for piece in pieces(model_state(zero._engine)))
+    return own, holding(zero).snapshot(), moments(f"{folder}/behind")
+
+
+def test_replicas_hold_the_same_and_a_save_behind_the_training_has_16_bits(tmp_path):
+    for copied, predicted, found in ranks.run(2, kept, str(tmp_path)):
+        assert copied == predicted
+        assert {each.dtype for each in found.values()} == {BF16}
 
 
 def test_states_from_before_shard_are_rounded_and_unshard_gives_fp32_back():
@@ -464,6 +483,7 @@ REFUSED = {
         lambda: zeroshard.plan(Model(params="1B"), Machine(ranks=2), precision=Precision(param_dtype=BF16, states=BOTH)),
         "states",
     ),
+    "auto": (lambda: refused(Precision(states=BOTH), offload=Offload("auto", gpu_mem="1GB")), 'Offload("auto") counts'),
     "DCP": (lambda: stepped(lambda zero, _: zero.state_dict()), "in 16 bits"),
 }  # fmt: skip
 

@@ -104,6 +104,11 @@ def test_an_option_is_a_field_of_its_policy():
         (("fp32-fp8",), Precision(fp8=True)),
         (("bf16-split",), Precision(torch.bfloat16, cast_inputs=True, split_master=True)),
         (("fp32-fp8", None, "*.w"), Precision(fp8=("*.w",))),
+        (("fp32-states16",), Precision(states={"*": torch.bfloat16})),
+        (
+            ("bf16-states16-drawn",),
+            Precision(torch.bfloat16, cast_inputs=True, states={"*": torch.bfloat16}, rounding="stochastic"),
+        ),
         (("bf16-fp8", "bf16"), Precision(torch.bfloat16, grad_dtype=torch.bfloat16, cast_inputs=True, fp8=True)),
     ],
 )

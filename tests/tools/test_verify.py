@@ -80,6 +80,27 @@ def test_weights_in_8_bits_are_verified_against_plain_pytorch_that_rounds(warm):
 
 
 @pytest.mark.full
+@pytest.mark.row(111)
+@pytest.mark.parametrize("word", ["fp32-states16", "fp32-states16-drawn", "bf16-states16-drawn"])
+def test_states_in_16_bits_are_verified_against_plain_pytorch_that_rounds_them(warm, word):
+    words = ("--ranks", "1,2", "--stage", "0,3", "--steps", "2", "--bucket-mib", "small", "--precision", word)
+    code, found = warm("mlp", *words)
+    assert (code, found["equal"]) == (0, True)
+
+
+@pytest.mark.full
+@pytest.mark.row(111)
+def test_states_that_are_rounded_otherwise_are_seen(warm, monkeypatch):
+    """By the bits of another step: the second step's loss, or its weights, differ."""
+    plain = reference.in_16_bits
+    monkeypatch.setattr(reference, "in_16_bits", lambda *given: plain(*given[:-1], given[-1] + 1))
+    words = ("--ranks", "1", "--stage", "2", "--steps", "3", "--bucket-mib", "small")
+    code, found = warm("mlp", *words, "--precision", "fp32-states16-drawn")
+    assert (code, found["equal"]) == (1, False)
+    assert min(each["difference"]["step"] for each in found["results"] if each["difference"]) == 2
+
+
+@pytest.mark.full
 def test_gradients_in_8_bits_are_verified_against_plain_pytorch_that_rounds_them(warm):
     """Also on one rank with more micro-batches; and it is said that the reference is not the run without."""
     words = ("--ranks", "1,2", "--stage", "0,3", "--steps", "2", "--bucket-mib", "small", "--reduce", "int8")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,6 +103,12 @@ def _run_plain(
     precision = _precision(question)
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     weights = reference.weights(model)
+    rounded = _Rounded(precision, [name for name, param in model.named_parameters() if param.requires_grad])
+
+    def after_step(step: int) -> None:
+        rounded.step(step)
+        look(step, seeded.take_losses(), model)
+
     if precision.cast_inputs:
         model.register_forward_pre_hook(partial(_cast_inputs, precision.param_dtype), with_kwargs=True)
     options: dict[str, Any] = {
@@ -110,7 +116,7 @@ def _run_plain(
         "clip": question.clip,
         "norm": total_norm,
         "average": True,
-        "after_step": lambda step: look(step, seeded.take_losses(), model),
+        "after_step": after_step,
     }
     common = (seeded.batch, seeded.loss, ranks, question.accumulate)
     try:
@@ -119,7 +125,7 @@ def _run_plain(
             linear = _linear(model) if precision.fp8 else ()
             reference.accumulate_with_masters(
                 model,
-                partial(_optimizer_of, seeded),
+                lambda params: rounded.take(_optimizer_of(seeded, params), params),
                 *common,
                 dtype=precision.param_dtype,
                 rounded=lambda name, master: reference.in_8_bits(master) if name in linear else master,
@@ -127,7 +133,9 @@ def _run_plain(
                 **options,
             )
         else:
-            reference.accumulate(model, _optimizer_of(seeded, model.parameters()), *common, **options)
+            trained = [param for param in model.parameters() if param.requires_grad]
+            optimizer = rounded.take(_optimizer_of(seeded, model.parameters()), trained)
+            reference.accumulate(model, optimizer, *common, **options)
     except Error:
         raise
     except Exception as error:
@@ -141,6 +149,33 @@ def _run_plain(
     after = reference.weights(model)
     trains = any(not torch.equal(tensor.to(after[name].dtype), after[name]) for name, tensor in weights.items())
     return tuple(changed), trains
+
+
+class _Rounded:
+    """The optimizer's states of a plain run, rounded after each step as `Precision(states=...)` has them rest."""
+
+    def __init__(self, precision: zeroshard.Precision, names: Sequence[str]) -> None:
+        """names: of the trained parameters, in their order."""
+        self._precision, self._names = precision, names
+        self._states: list[
+            tuple[str, Any, Tensor]
+        ] = []  # a parameter's name, the optimizers' states, what these update
+        self._seed = 0
+
+    def take(self, optimizer: Any, params: Sequence[Tensor]) -> Any:
+        """Follow the states of this optimizer, which updates these parameters. Returns the optimizer."""
+        self._seed = torch.initial_seed()  # before a batch sets one of its own
+        for each in optimizer.optimizers if isinstance(optimizer, reference.Several) else [optimizer]:
+            self._states += [(name, each.state, param) for name, param in zip(self._names, params, strict=True)]
+        return optimizer
+
+    def step(self, step: int) -> None:
+        drawn = step if self._precision.rounding == "stochastic" else None
+        for name, states, param in self._states if self._precision.narrow_states else ():
+            for key, value in states[param].items() if param in states else ():
+                like = isinstance(value, Tensor) and value.shape == param.shape and value.dtype is torch.float32
+                if like and self._precision.state(key) is torch.bfloat16:
+                    value.copy_(reference.in_16_bits(value, self._seed, key, name, drawn))
 
 
 def _sent_in_codes(model: nn.Module) -> Callable[[str, Tensor], Tensor]:

@@ -67,7 +67,10 @@ def _by_pattern(match: re.Match[str]) -> str:
     )
 
 
-Precision = Literal["fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8"]
+Precision = Literal[
+    "fp32", "bf16", "bf16-split", "fp32-fp8", "bf16-fp8",
+    "fp32-states16", "bf16-states16", "fp32-states16-drawn", "bf16-states16-drawn",
+]  # fmt: skip
 GradDtype = Literal["fp32", "bf16"]
 FloatingPoint = Literal["fp64", "fp32", "bf16", "fp16"]
 Size = Literal["tiny", "deep", "small", "medium"]

@@ -175,8 +175,9 @@ SETTINGS = frozenset({
     "offload",
 })  # fmt: skip
 FEW, MANY = (1, 2, 3, 4), tuple(range(1, 9))
+# Formats that are tried beside the job's own; states in 16 bits are tried where --precision asks for them.
 FORMATS: tuple[dict[str, Any], ...] = (
-    *({"precision": word} for word in get_args(Precision)[1:]),
+    *({"precision": word} for word in get_args(Precision)[1:] if "states16" not in word),
     {"reduce": "int8"},
 )
 

@@ -24,7 +24,8 @@ def precision_of(word: str | None, grad_dtype: str | None = None, fp8: str | Non
     """Make the `Precision` of --precision, --grad-dtype and --fp8; None where none asks for anything.
 
     "fp32": the model's own dtypes; "bf16": bfloat16 parameters with fp32 masters, floating inputs cast; "bf16-split":
-    the same with split masters. "fp32-fp8" and "bf16-fp8": with the weights of linear layers in 8 bits.
+    the same with split masters. "fp32-fp8" and "bf16-fp8": with the weights of linear layers in 8 bits. With
+    "-states16" optimizer states rest in 16 bits, rounded to nearest; with "-states16-drawn" they are rounded at random.
     grad_dtype: what gradients are added up in. fp8: patterns of the parameters in 8 bits, with commas between.
     """
     for name, value, words in (
@@ -52,6 +53,8 @@ def precision_of(word: str | None, grad_dtype: str | None = None, fp8: str | Non
         cast_inputs=low,
         split_master=rest == "split",
         fp8=rest == "fp8" if fp8 is None else READ["fp8"](fp8),
+        states={"*": torch.bfloat16} if rest.startswith("states16") else {},
+        rounding="stochastic" if rest.endswith("-drawn") else "nearest",
     )
 
 

@@ -77,6 +77,11 @@ def of_model(
     for what, found in several.items():
         if len(found) > 1:
             raise UserError(f"{who} counts {what} of one kind", got=", ".join(map(str, found)), instead=instead)
+    if precision.narrow_states:
+        raise UserError(
+            f"{who} counts optimizer states in the dtype of what is updated",
+            got=f"states={dict(precision.states)!r}", instead=instead,
+        )  # fmt: skip
     if along:
         raise UserError(f"{who} does not count parameters along an axis", got="Layout(along=...)", instead=instead)
     if told and told[0].itemsize > WIDE and precision.param_dtype is None:

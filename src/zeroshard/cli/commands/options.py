@@ -92,7 +92,8 @@ HOW = "How CPU ranks exchange data: gloo's messages, or memory that ranks of one
 SENT = "Gradients as they are, or sent as int8 codes: a quarter of the bytes, and bits of its own."
 BITS = (
     "fp32: the model's own dtypes; bf16: bfloat16 weights and inputs, fp32 masters, which bf16-split splits; "
-    "fp32-fp8, bf16-fp8: linear weights in 8 bits."
+    "fp32-fp8, bf16-fp8: linear weights in 8 bits; ...-states16: optimizer states in 16 bits, rounded to nearest, or "
+    "at random with -drawn."
 )
 Steps = Annotated[int, option(COMMON, "Optimizer steps.")]
 Seed = Annotated[int, option(MODEL, "The seed of the weights and of the micro-batches.")]

@@ -213,10 +213,12 @@ def check_by_bucket(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         if not by_bucket(optimizer):
             raise UserError(
-                "states in another tier and split masters go bucket by bucket, which this optimizer may not allow",
+                "states in another tier or in 16 bits, and split masters, go bucket by bucket, which this optimizer "
+                "may not allow",
                 where=type(optimizer).__name__,
                 expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
-                instead="Offload() and no split_master, or set elementwise = True if each element is updated by itself",
+                instead="Offload(), no split_master and no Precision.states; or set elementwise = True if each element "
+                "is updated by itself",
             )
 
 

@@ -128,7 +128,7 @@ def test_an_elements_number_is_its_place_in_the_whole_tensor(shape, cut, parts):
         flat = mine.reshape(-1)
         among = Among(shape, part * flat.numel(), Strips.of(shape, cut, parts))
         for start, stop in ((0, flat.numel()), (1, 5), (3, 3)):
-            found = elements(among, start, stop)
+            found = elements(among, start, stop, torch.device("cpu"))
             numbers = found if isinstance(found, torch.Tensor) else torch.arange(found, found + stop - start)
             assert numbers.equal(flat[start:stop])
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arithmetic.narrow import key_of, round_
-from ..device import blank
+from ..device import blank, chunk
 from ..engine.build.supported_optimizers import block_of, check_by_bucket
 from ..engine.gradients.subscriber import Subscriber
 from ..engine.step.fragment import fresh_states, planes
@@ -40,16 +40,17 @@ if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 DECODED = "decoded"  # in the ledger: a bucket's states while they are fp32
+SCRATCH = 32  # so many times the memory of its values is used to draw bits of elements that do not follow each other
 PRIMES = (5, 7, 11, 13, 17)  # the shape of a tiny parameter that shows which states an optimizer keeps
 
 
-def elements(among: Among, start: int, stop: int) -> Tensor | int:
+def elements(among: Among, start: int, stop: int, device: torch.device) -> Tensor | int:
     """Return the numbers in the whole tensor of elements [start, stop) of a team's part: the first one's if the others
-    follow it, else each one's, int64 on the CPU."""
+    follow it, else each one's, int64 on the device."""
     first, last, (rows, run, parts) = among.offset + start, among.offset + stop, among.strips
     if parts == 1:
         return first
-    at = torch.arange(first, last, dtype=torch.int64, device="cpu")
+    at = torch.arange(first, last, dtype=torch.int64, device=device)
     part, rest = at // (rows * run), at % (rows * run)
     return (rest // run * parts + part) * run + rest % run
 
@@ -135,10 +136,13 @@ class Narrow(Rest):
             part, where = slot.within(first, last), slot.slice_of(first, last)
             if part.numel:
                 stored[end : where.start].copy_(decoded[end : where.start])  # padding
-                numbers = elements(slot.among(of.seat), *part)
-                numbers = numbers.to(decoded.device) if isinstance(numbers, Tensor) else numbers
-                key = key_of(of.seed, self._key, slot.name)
-                round_(stored[where], decoded[where], key, self._steps.done, numbers)
+                among, key = slot.among(of.seat), key_of(of.seed, self._key, slot.name)
+                new, old = stored[where], decoded[where]
+                step = part.numel if among.strips.parts == 1 else max(chunk(old) // SCRATCH, 1)
+                for at in range(0, part.numel, step):
+                    stop = min(at + step, part.numel)
+                    numbers = elements(among, part.start + at, part.start + stop, old.device)
+                    round_(new[at:stop], old[at:stop], key, self._steps.done, numbers)
                 end = where.stop
         stored[end:].copy_(decoded[end:])
 

@@ -168,6 +168,7 @@ class Precision:
                 instead="Precision(param_dtype=torch.bfloat16, split_master=True)",
             )
         self._check_fp8()
+        object.__setattr__(self, "states", dict(sorted(self.states.items())))  # a copy, in one order on all ranks
         self._check_states()
 
     def _check_fp8(self) -> None:

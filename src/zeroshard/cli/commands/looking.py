@@ -88,7 +88,7 @@ class Grid:
         named(
             COMMON,
             BITS,
-            "all",
+            "all but ...-states16",
             "fp32, without a job bf16",
             "FORMAT",
         ),

@@ -93,7 +93,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.moving_average": ("zero.average(...)", lambda s: False),
     "features.batches": ("zero.batches(...)", lambda s: False),
     "features.replay": ("zero.replay(...)", lambda s: False),
-    "features.generation": ("zero.generating()", lambda s: False),
+    "features.generation": ("zero.generating(...)", lambda s: False),
     "features.optimizer_in_backward": ("optimizer_in_backward=True", lambda s: s.in_backward),
 }
 

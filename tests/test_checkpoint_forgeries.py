@@ -967,6 +967,6 @@ def test_strips_that_are_not_the_tensors_are_refused(copy, strips):
 
 @pytest.mark.row(54)
 def test_a_future_version_is_refused_before_its_content_is_looked_at(tmp_path):
-    """A stored one: all that it shares with versions 1 to 4 is where the number is."""
-    text = refuses(after_steps(0)[2], FIXTURES / "checkpoint-5")
-    assert "zeroshard checkpoint 5" in text and "the zeroshard that wrote it" in text
+    """A stored one: all that it shares with versions 1 to 5 is where the number is."""
+    text = refuses(after_steps(0)[2], FIXTURES / "checkpoint-6")
+    assert "zeroshard checkpoint 6" in text and "the zeroshard that wrote it" in text

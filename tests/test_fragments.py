@@ -181,6 +181,7 @@ def looped_late(seed, *args, **options):
             setattr(owner, name, function)
 
 
+@pytest.mark.processes  # it delays functions of the package
 @pytest.mark.row(66)
 @pytest.mark.parametrize("look", ["forward", "training forward", "gathered"])
 @pytest.mark.parametrize("how", ["in place", "data replaced"])

@@ -307,7 +307,7 @@ def pieces(running: ModelState) -> Iterator[Piece]:
     for name, key, value, held, own, grain in _kept(running):
         if isinstance(value, Part):
             part = value.cut(own.start - held, own.stop - held)
-            kept = part.at_rest()
+            kept = part.rest.at_rest(part) if part.rest.coded else part
             computed = "" if kept.dtype == part.dtype else DTYPES[part.dtype]
             yield Piece(name, key, own.start, own.stop, kept, computed=computed)
         elif grain:

@@ -433,7 +433,7 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
         if rests_away(bucket) and grain == 1:
             blank = torch.empty(like.shape, dtype=dtype, device="meta")
             rest = binding.states.part(fragment, state, blank)
-            if (narrow := rest.at_rest().dtype).itemsize < saved.dtypes[key].itemsize and narrow != dtype:
+            if (narrow := rest.rest.at_rest(rest).dtype).itemsize < saved.dtypes[key].itemsize and narrow != dtype:
                 staged.rounded[state] = narrow
             staged.fills.append((rest.cut(0, rest.numel()), _wanted(saved, key, bucket, slot, *part)))
             return blank

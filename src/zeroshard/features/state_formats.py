@@ -58,7 +58,7 @@ def elements(among: Among, start: int, stop: int, device: torch.device) -> Tenso
 class Narrow(Rest):
     """One state of one bucket that rests as bfloat16 in another rest, and is fp32 inside `here()`."""
 
-    on_demand = True
+    on_demand = coded = True
 
     def __init__(self, home: Rest, of: NarrowTier, key: str, steps: Steps, numel: int) -> None:
         """home: where it rests. key: the optimizer's name of the state."""

@@ -37,6 +37,7 @@ class Rest:
     on_demand = False  # is `tensor` there only inside `here()`?
     pinned = False  # does the device copy from and to it by itself, with no wait of the host?
     gives = False  # do `give` and `take` need no `here()` around them?
+    coded = False  # does it rest in another format than `tensor` has?
     lands_at_once = False  # must a gather into it land before the program goes on?
 
     def __init__(self, tensor: Tensor) -> None:
@@ -170,10 +171,6 @@ class Part(NamedTuple):
         """Return the tensor itself if it is always in memory, else this part."""
         moves = self.rest.on_demand or self.rest.pinned
         return self if moves else self.rest.tensor[self.start : self.stop].view(self.shape)
-
-    def at_rest(self) -> Part:
-        """Return these elements in the format in which they rest."""
-        return self.rest.at_rest(self)
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = False) -> Iterator[Tensor]:

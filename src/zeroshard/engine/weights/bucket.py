@@ -112,6 +112,7 @@ class Bucket:
         native: True if the backend adds up gradients itself, in the dtype that is sent.
         """
         self.plan, self.params, self.align, self.placements = plan, params, align, placements
+        self._among: dict[Slot, Among] = {}
         self.group = group
         self.team, self.tier = group.team_of(plan), tier
         self.tiers: Mapping[str, Tier] = tiers or dict.fromkeys(STATES, tier)
@@ -251,7 +252,9 @@ class Bucket:
 
     def among(self, slot: Slot) -> Among:
         """Return where this team's part of a slot lies in the whole tensor; other teams may hold other parts."""
-        return slot.among(self.team.seat)
+        if slot not in self._among:
+            self._among[slot] = slot.among(self.team.seat)
+        return self._among[slot]
 
     @functools.cached_property
     def rests(self) -> tuple[int, int]:

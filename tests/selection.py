@@ -41,7 +41,7 @@ STAGES = [
 BY_HAND = {"test_claims"}  # files that say themselves which of their tests are `full`
 FEW = 2  # ranks: fewer share nothing, more cost more
 PROCESSES = {  # files whose ranks have to be processes: with memory, sockets, signals or a device of their own
-    "test_budgets", "test_checkpoint_faults", "test_compile", "test_delays", "test_device",
+    "test_budgets", "test_checkpoint_faults", "test_compile", "test_delays", "test_derivatives", "test_device",
     "test_emuccl", "test_emulated", "test_emulated_activations", "test_emulated_faults", "test_emulated_grid", "test_emulated_launches",
     "test_emulated_offload", "test_emulated_streams", "test_ended", "test_faults", "test_harness",
     "test_hosts", "test_interrupts", "test_late", "test_launcher", "test_lost_ranks", "test_memory",

@@ -372,7 +372,6 @@ def refused(what: str) -> tuple[str, str]:
     return said, reference.first_difference(*weights)
 
 
-@pytest.mark.processes  # a process has one level of forward-mode derivatives
 @pytest.mark.row(81)
 @pytest.mark.parametrize("what", OF_WEIGHTS)
 def test_transforms_of_weights_that_are_not_there_are_refused_and_the_remedy_works(ranks, what):

@@ -156,6 +156,26 @@ def test_what_nobody_waits_for_has_not_run_after_a_wait():
     assert through == 1 and issued > 40
 
 
+def finalised_in_a_kernel():
+    """Python may run a finaliser in any thread, that of the device among them: what it launches there waits for nobody."""
+    from emulated.device import device
+    from emulated.streams import Item, Order
+
+    machine = device().machine
+    machine.order = Order(0)
+    machine.order.early = 1.0  # each launch of the host waits until an item has run
+    side, ran = torch.emu.Stream("side"), []
+    for _ in range(20):
+        machine.launch(side.queue, Item("finalises", lambda: torch.emu.current_stream().wait_stream(side)))
+        machine.launch(side.queue, Item("after it", lambda: ran.append(True)))
+    torch.emu.synchronize()
+    return len(ran)
+
+
+def test_what_a_finaliser_launches_on_the_devices_thread_waits_for_nobody():
+    assert emulated.run(1, finalised_in_a_kernel) == [20]
+
+
 def poisoned():
     from emulated.device import device
 

@@ -159,6 +159,7 @@ class Machine:
         self._wanted: dict[int, tuple[Mark, ...]] = {}  # by who waits
         self._early = 0  # items to run that nobody waits for
         self._running = False
+        self._thread = 0  # the identity of the thread that runs items
         self._idle = False  # can nothing run, as far as the thread has looked?
         self.progressed = time.monotonic()
         self.report: Callable[[], str] = self.state  # what to say in a deadlock; emuccl asks the other ranks too
@@ -180,6 +181,8 @@ class Machine:
                 raise self.error
             mark = queue.add(item)
             self._launched += 1
+            if threading.get_ident() == self._thread:  # in a finaliser that Python ran here: nobody else could run items
+                return mark
             if self.order.acts_early():
                 self._early += 1
                 self._wake()
@@ -193,6 +196,7 @@ class Machine:
         mine = tuple(marks)
         if all(mark.reached for mark in mine) and self.error is None:
             return True
+        assert threading.get_ident() != self._thread, "a kernel, or a finaliser that Python ran in one, waits for the device"
         with self.lock:
             me = threading.get_ident()
             self._wanted[me] = mine
@@ -249,6 +253,7 @@ class Machine:
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)
+        self._thread = threading.get_ident()
         with self.lock:
             while True:
                 for who in [who for who, marks in self._wanted.items() if who < 0 and all(m.reached for m in marks)]:

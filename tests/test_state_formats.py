@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import emulated
 import models
@@ -256,6 +257,158 @@ def test_a_device_that_steps_states_beside_it_has_these_bits(rounding, tmp_path)
     for found in emulated.run(2, staged, rounding, str(tmp_path), timeout=250):
         for each in found[1:]:
             reference.assert_same(each, found[0])
+
+
+# ---------------------------------------------------------------------------------------- parameters without masters
+
+DRAWN = {"param_dtype": BF16, "master_dtype": BF16, "rounding": "stochastic", "cast_inputs": True}
+
+
+def plain_parameters(states, world, steps=STEPS):
+    """Weights of plain PyTorch that steps in fp32, and rounds parameters and states at random after each step."""
+    model, _ = built("AdamW")
+    model.register_forward_pre_hook(lambda _, given: tuple(each.to(BF16) for each in given))
+    names, made, turns = [name for name, _ in model.named_parameters()], [], {}
+
+    def rounded(name, master):
+        turns[name] = turns.get(name, -1) + 1
+        step = turns[name] - 1 if turns[name] else None  # as it is made, to nearest
+        return master.copy_(in_16_bits(master, SEED, "parameter", name, step))
+
+    def after(step):
+        for name, kept in zip(names, made[0].state.values(), strict=True):
+            for key in BOTH if states else ():
+                kept[key].copy_(in_16_bits(kept[key], SEED, key, name, step))
+
+    def make(masters):
+        made.append(training.ADAMW(masters))
+        return made[0]
+
+    reference.accumulate_with_masters(
+        model, make, batches, loss, world, dtype=BF16, steps=steps, rounded=rounded, after_step=after
+    )  # fmt: skip
+    return reference.weights(model)
+
+
+def sharded_parameters(states, stage, **settings):
+    model, optimizers = built("AdamW")
+    precision = Precision(**DRAWN, states=states)
+    zero = zeroshard.shard(model, optimizers, stage=stage, precision=precision, **{"layout": training.SMALL} | settings)
+    return model, optimizers, zero
+
+
+def equal_parameters(states, folder):
+    want = plain_parameters(states, ranks.world())
+    for stage in range(4):
+        for case in ({}, HOST, FILES):
+            offload = Offload(**case, path=folder if "nvme" in case.values() else None)
+            found = sharded_parameters(states, stage, offload=offload)
+            reference.assert_same(trained(*found), want)
+            tiers = {tier: {s: n for s, n in held.items() if n} for tier, held in found[2].ledger().tiers.items()}
+            assert {tier: held for tier, held in tiers.items() if held} == predict_tiers(found[2])
+            assert "master" not in found[2].ledger().held
+        reference.assert_same(trained(*sharded_parameters(states, stage, optimizer_in_backward=True)), want)
+    for comm in [Comm(replicas=2), Comm(replicas=2, optimizer="all"), Comm(hosts=2)] * (ranks.world() == 4):
+        reference.assert_same(trained(*sharded_parameters(states, 3, comm=comm)), want)
+
+
+@pytest.mark.row(111)
+@pytest.mark.parametrize("states", [{}, {"*": BF16}], ids=["fp32-states", "bf16-states"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_parameters_without_masters_are_rounded_at_random_with_these_bits(world, states, tmp_path):
+    """At any stage and tier, with replicas and hosts, and in backward; planned to the byte, and no master rests."""
+    ranks.run(world, equal_parameters, states, str(tmp_path), timeout=120)
+
+
+def staged_parameters(folder):
+    """On an emulated accelerator, whose parameters and optimizer states rest in different memories."""
+    found = []
+    for tiers in ({}, HOST, dict.fromkeys(("parameters", "gradients", "optimizer"), "nvme"), {**HOST, "step": "host"}):
+        model = grid.build()
+        torch.manual_seed(SEED)
+        optimizer = grid.adam(model.parameters())
+        zero = zeroshard.shard(
+            model, optimizer, stage=2, layout=Layout(bucket_mib=0.0005), precision=Precision(**DRAWN, states=BOTH),
+            offload=Offload(**tiers, path=folder if "nvme" in tiers.values() else None),
+        )  # fmt: skip
+        weights = grid.history_and_weights(model, optimizer, zero)[1]
+        found.append({name: weight.cpu() for name, weight in weights.items()})
+    return found
+
+
+@pytest.mark.row(111)
+def test_a_device_and_its_host_round_parameters_alike(tmp_path):
+    for found in emulated.run(2, staged_parameters, str(tmp_path), timeout=250):
+        for each in found[1:]:
+            reference.assert_same(each, found[0])
+
+
+def test_small_updates_of_parameters_are_not_lost():
+    """1/4096 less in each of 64 steps: rounded to nearest, 1.0 stays; at random, the mean of all follows."""
+    moved = {}
+    for rounding in ROUNDINGS:
+        torch.manual_seed(SEED)
+        model = nn.Linear(64, 64, bias=False).to(BF16)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-12)
+        zero = zeroshard.shard(model, optimizer, precision=Precision(master_dtype=BF16, rounding=rounding))
+        for _ in range(64):
+            model(torch.eye(64, dtype=BF16)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with zero.gathered():
+            moved[rounding] = 1 - model.weight.float().mean().item()
+    assert moved["nearest"] == 0
+    # Random: the mean of 4,096 elements, of which each draws 64 times, is within a few percent of what all of them lose.
+    assert abs(moved["stochastic"] - 64 / 4096) < 64 / 4096 * 0.05
+
+
+def half_of_parameters(folder, states, stage, case, first, path):
+    offload = Offload(**case, path=folder if "nvme" in case.values() else None)
+    found = sharded_parameters(states, stage, offload=offload)
+    if first:
+        trained(*found, steps=2)
+        found[2].save(path)
+    else:
+        torch.manual_seed(99)
+        found[2].load(path)
+    return trained(*found, 2, 2)
+
+
+@pytest.mark.row(111)
+@pytest.mark.parametrize("states", [{}, {"*": BF16}], ids=["fp32-states", "bf16-states"])
+def test_a_run_of_parameters_without_masters_goes_on_at_any_stage_and_tier(states, tmp_path):
+    """Its checkpoint has the 16 bits, and says that they are computed with in fp32."""
+    path = str(tmp_path / "saved")
+    want = ranks.run(2, half_of_parameters, str(tmp_path), states, 1, FILES, True, path)[0]
+    for stage, case in ((3, {}), (0, HOST)):
+        for got in ranks.run(2, half_of_parameters, str(tmp_path), states, stage, case, False, path):
+            reference.assert_same(got, want)
+    told = json.loads((tmp_path / "saved" / "manifest.json").read_text())["manifest"]
+    assert {each[4] for each in told["fragments"] if each[1] == "value"} == {"BF16"}
+    assert {each[2] for each in told["narrow"] if each[1] == "value"} == {"F32"}
+
+
+@pytest.mark.row(111)
+def test_parameters_with_and_without_masters_load_into_each_other(tmp_path, caplog):
+    """Masters are rounded to nearest even, which the log says; the states of both are fp32."""
+    caplog.set_level("INFO", logger="zeroshard")
+    whole, drawn = Precision(param_dtype=BF16, cast_inputs=True), Precision(**DRAWN)
+    held = {}
+    for number, precision in enumerate((whole, drawn, whole)):
+        model, optimizers = built("AdamW")
+        zero = zeroshard.shard(model, optimizers, stage=2, precision=precision)
+        if number:
+            zero.load(tmp_path / f"{number - 1}")
+        trained(model, optimizers, zero, steps=0 if number else 2)
+        zero.save(tmp_path / f"{number}")
+        with Saved.open(tmp_path / f"{number}") as opened:
+            held[number] = {key: opened.interval(key, 0, parts[-1].stop) for key, parts in opened.cut.items()}
+        assert caplog.text.count("rounded to nearest even: parameters to torch.bfloat16") == (number > 0)
+    for (name, state), value in held[0].items():
+        want = value.to(BF16) if state == "value" else value
+        reference.assert_same({name: held[1][name, state]}, {name: want})
+        reference.assert_same({name: held[2][name, state]}, {name: want.float()})
 
 
 # ------------------------------------------------------------------------------------------------ held, saved and loaded

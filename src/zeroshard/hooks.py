@@ -84,7 +84,7 @@ FILES: dict[str, tuple[str, Callable[[Settings], object]]] = {
     "features.two_level": ("Comm(hosts=...)", lambda s: s.hosts > 1),
     "features.nvme": ("Offload(...) to nvme", lambda s: s.files),
     "features.device_step": ('Offload(step="device")', lambda s: s.stepped_there),
-    "features.state_formats": ("Precision(states=...)", lambda s: s.narrow_states),
+    "features.state_formats": ("Precision(states=...)", lambda s: s.narrow),
     "features.automatic_offload": ('Offload("auto")', lambda s: s.automatic),
     "features.shared_parameters": ("Offload(parameters='shared')", lambda s: s.once),
     "features.experts": ("Layout(along=...)", lambda s: s.along),

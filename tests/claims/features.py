@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[Any, dict[str, Any]]] = {
     "format": {  # of parameters
         "fp32": {},
         "bf16": {"precision": BF16},
+        "drawn": {"precision": {**BF16, "master_dtype": torch.bfloat16, "rounding": "stochastic"}},
         "halves": {"precision": {**BF16, "split_master": True}},
         "8bits": {"precision": {"fp8": True}},
         "8bits-of-bf16": {"precision": {**BF16, "fp8": True}},

@@ -59,8 +59,9 @@ def numbers(case: Case) -> Numbers:
     # A mean over ranks and one over micro-batches are both exact where they divide by a power of two.
     ranks, micro = (case.ranks * case.micro, 1) if case.ranks != 3 else (3, case.micro)
     formats = {"halves": "bf16"}  # halves have the bits of whole masters
+    drawn = case.format == "drawn" and case.states == "bf16-states"  # one setting says how both are rounded
     return Numbers(
-        formats.get(case.format, case.format), case.states, case.sent, case.kernel, case.model, case.recomputes,
+        formats.get(case.format, case.format), "drawn-states" if drawn else case.states, case.sent, case.kernel, case.model, case.recomputes,
         ranks, micro, not case.early,
     )  # fmt: skip
 
@@ -97,15 +98,24 @@ def go_on(state: State | None, how: Numbers, steps: int, first: int, *, clips: b
             round_moments(None)  # of a checkpoint of another format
         return made[0]
 
-    draws = how.states == "drawn-states"
+    draws, seen = "drawn" in (how.format, how.states.partition("-")[0]), dict.fromkeys(names, -1)
+
+    def round_master(name: str, master: Tensor) -> Tensor:
+        """Round a parameter that has no master: once as it is made, and after each step by the bits of that."""
+        if name in frozen:
+            return master
+        if how.format != "drawn":
+            return rounded(how.format, name, master)
+        seen[name] += 1
+        return master.copy_(in_16_bits(master, SEED, "parameter", name, drawn + seen[name] - 1 if seen[name] else None))
 
     history, masters = reference.accumulate_with_masters(
         model, make, lambda step, index: BATCHES(step + first, index), LOSS, how.ranks, how.micro,
-        dtype=torch.bfloat16 if "bf16" in how.format else None, steps=steps, clip=CLIP if clips else None,
+        dtype=torch.bfloat16 if "bf16" in how.format or how.format == "drawn" else None, steps=steps, clip=CLIP if clips else None,
         norm=norms.total, average=True,
-        rounded=lambda name, master: master if name in frozen else rounded(how.format, name, master),
+        rounded=round_master,
         sent=in_codes if how.sent == "int8" else lambda name, gradient: gradient,
-        after_step=lambda step: round_moments(drawn + step if draws else None),
+        after_step=lambda step: round_moments(drawn + step if how.states == "drawn-states" else None),
     )  # fmt: skip
     weights = reference.weights(model)
     kept = {

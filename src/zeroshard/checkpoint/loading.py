@@ -381,6 +381,9 @@ def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -
     mean = running.moving.part(bucket, slot, *updated) if running.moving and (name, AVERAGE) in saved.cut else None
     if mean is not None:
         staged.fills.append((mean, _wanted(saved, (name, AVERAGE), bucket, slot, *updated)))
+    own = bucket.updating.dtype
+    if bucket.plan.trainable and bucket.tiers["optimizer"].decodes and saved.dtypes[key].itemsize > own.itemsize:
+        staged.rounded["parameters"] = own
     if bucket.master is not None:
         staged.masters[name] = value if alone else _wanted(saved, key, bucket, slot, *updated)
 
@@ -425,8 +428,9 @@ def _state(staged: Staged, saved: Saved, stored: str, binding: Binding, fragment
     if key in saved.cut:
         dtype, grain = saved.computed.get(key, saved.dtypes[key]), saved.grains.get(key, 1)
         place = binding.optimizer.state.get(like, {}).get(state)
-        if dtype.is_floating_point and grain == 1 and dtype == saved.dtypes[name, VALUE]:
-            dtype = like.dtype  # else the optimizer's class chose a dtype of its own
+        value = saved.computed.get((name, VALUE), saved.dtypes[name, VALUE])
+        if dtype.is_floating_point and grain == 1 and dtype == value:
+            dtype = fragment.bucket.stepped  # else the optimizer's class chose a dtype of its own
         if dtype.is_floating_point and isinstance(place, Tensor) and grain == 1:
             dtype = place.dtype
         bucket, slot, part = fragment.bucket, fragment.slot, fragment.elements

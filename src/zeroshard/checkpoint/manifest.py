@@ -15,8 +15,8 @@ The manifest is canonical JSON (sorted keys, no spaces). Its entries:
     parameters  name -> shape, dtype (as safetensors spells it), names (all of a tied parameter's), strips (below)
     fragments   lists of parameter, state, start, stop, dtype, shape, byte offset, file
     grains      lists of parameter, state, elements: states with one number for so many of the parameter's
-    narrow      lists of parameter, state, dtype: states that rest in a narrower format, and the dtype in which the
-                  optimizer computes with them
+    narrow      lists of parameter, state, dtype: values and states that rest in a narrower format, and the dtype in
+                  which the optimizer computes with them
     values      lists of parameter, state, number: what optimizers keep beside tensors
     files       name -> nbytes, digests: the xxh3-128 of every 4 MiB, in hexadecimal
     buffers     name -> file, shape, dtype, offset; rank 0's
@@ -252,7 +252,7 @@ class Saved:
         for name, state, dtype in self._list(self.manifest["narrow"]) if self.manifest["version"] == NARROW else ():
             key, computed = self._key(name, state), TORCH_DTYPES[dtype]
             wider = key in self.cut and computed.itemsize > self.dtypes[key].itemsize
-            if not wider or self.computed.setdefault(key, computed) is not computed or state in (VALUE, AVERAGE):
+            if not wider or self.computed.setdefault(key, computed) is not computed or state == AVERAGE:
                 raise self.damage(f"{state} of {name!r} in a narrower format than {dtype}", self.dtypes.get(key))
         if not self._parted:
             self._check_whole()

@@ -6,6 +6,9 @@
 To the rest of the engine such a state has to be brought to memory, as one in a file has. So buckets are stepped one
 after the other. States that have no element for each of the parameter's, such as counts of steps, stay as they are.
 
+Parameters that have no masters (`Precision(master_dtype=torch.bfloat16, rounding="stochastic")`) are decoded for the
+step in the same way, and rounded at random. So small updates are not lost.
+
 A step rounds to the nearest number, or up or down at random. The random bits are those of `arithmetic/philox.py`: their
 key is the seed with the names of the state and the parameter, their counter the number of the step and the element's
 place in the parameter. All else that writes states rounds to the nearest number: a load, and `shard` of an optimizer
@@ -39,7 +42,8 @@ if TYPE_CHECKING:
     from ..engine.build.assembly import Assembly
     from ..engine.engine import Engine
 
-DECODED = "decoded"  # in the ledger: a bucket's states while they are fp32
+DECODED = "decoded"  # in the ledger: what of a bucket is fp32 for the optimizer's step
+UPDATED = "parameter"  # what bits are drawn for: parameters without masters
 SCRATCH = 32  # so many times the memory of its values is used to draw bits of elements that do not follow each other
 PRIMES = (5, 7, 11, 13, 17)  # the shape of a tiny parameter that shows which states an optimizer keeps
 
@@ -84,7 +88,7 @@ class Narrow(Rest):
             yield self._decoded
             self._dirty |= changed
             return
-        with self.home.here(changed=False, fresh=fresh) as stored, self._memory(self._numel) as self._decoded:
+        with self.home.here(changed=False, fresh=fresh) as stored, self._of.memory(self._numel) as self._decoded:
             self._dirty = changed
             try:
                 if not fresh:
@@ -92,7 +96,7 @@ class Narrow(Rest):
                 yield self._decoded
                 if self._dirty:
                     with self.home.here(fresh=True):
-                        self._round(stored, self._decoded, 0)
+                        self._of.round(stored, self._decoded, 0, self._key, self._steps)
             finally:
                 self._decoded = None
 
@@ -102,49 +106,10 @@ class Narrow(Rest):
             yield self._decoded[start:stop]
             self._dirty |= changed
             return
-        with self.home.some(start, stop, changed=changed) as stored, self._memory(stop - start) as decoded:
+        with self.home.some(start, stop, changed=changed) as stored, self._of.memory(stop - start) as decoded:
             yield decoded.copy_(stored)
             if changed:
-                self._round(stored, decoded, start)
-
-    @contextlib.contextmanager
-    def _memory(self, numel: int) -> Iterator[Tensor]:
-        """Take fp32 memory for the block, with arbitrary content."""
-        tier = self._of.memory
-        if self._of.decodes_there:
-            decoded = tier.reserve(DECODED, numel, torch.float32, zeroed=False)
-        else:
-            decoded = blank(numel, torch.float32, self._of.device)
-            tier.ledger.hold(DECODED, numel * 4, HOST)  # not before there is memory
-        try:
-            yield decoded
-        finally:
-            if self._of.decodes_there:
-                tier.give_back(DECODED, decoded)
-            else:
-                tier.ledger.hold(DECODED, -numel * 4, HOST)
-
-    def _round(self, stored: Tensor, decoded: Tensor, start: int) -> None:
-        """Store elements from `start` of this rest on."""
-        of = self._of
-        if not (of.draws and self._steps.running):
-            stored.copy_(decoded)
-            return
-        first = of.first + start
-        last, end = first + decoded.numel(), 0
-        for slot in of.plan.slots:
-            part, where = slot.within(first, last), slot.slice_of(first, last)
-            if part.numel:
-                stored[end : where.start].copy_(decoded[end : where.start])  # padding
-                among, key = slot.among(of.seat), key_of(of.seed, self._key, slot.name)
-                new, old = stored[where], decoded[where]
-                step = part.numel if among.strips.parts == 1 else max(chunk(old) // SCRATCH, 1)
-                for at in range(0, part.numel, step):
-                    stop = min(at + step, part.numel)
-                    numbers = elements(among, part.start + at, part.start + stop, old.device)
-                    round_(new[at:stop], old[at:stop], key, self._steps.done, numbers)
-                end = where.stop
-        stored[end:].copy_(decoded[end:])
+                self._of.round(stored, decoded, start, self._key, self._steps)
 
     def ahead(self) -> None:
         self.home.ahead()
@@ -161,12 +126,14 @@ class NarrowTier(Tier):
     def __init__(
         self, home: Tier, memory: DeviceTier, precision: Precision, seed: int, plan: BucketPlan, seat: Seat, first: int
     ) -> None:
-        """memory: the device's. first: the bucket element at which this rank's states begin."""
+        """memory: the device's. first: the bucket element at which what this rank updates begins."""
         self.home, self.name, self.meets = home, home.name, home.meets
         self.device, self.ledger, self.on_device = home.device, home.ledger, home.on_device
-        self.memory, self.precision, self.seed = memory, precision, seed
+        self._device_tier, self.precision, self.seed = memory, precision, seed
         self.plan, self.seat, self.first = plan, seat, first
         self.draws = precision.rounding == "stochastic"
+        master = precision.formats(plan).master
+        self.decodes = None if precision.stepped(master) is master else precision.stepped(master)
         self.decodes_there = home.on_device or home.device.type != "cpu"  # what is not is host memory
 
     def rest(self, state: str, bucket: int, numel: int, dtype: torch.dtype) -> Rest:
@@ -182,6 +149,51 @@ class NarrowTier(Tier):
     def renewed(self) -> Iterator[None]:
         with self.home.renewed():
             yield
+
+    @contextlib.contextmanager
+    def memory(self, numel: int) -> Iterator[Tensor]:
+        """Take memory for so many fp32 numbers for the block, with arbitrary content."""
+        tier = self._device_tier
+        if self.decodes_there:
+            decoded = tier.reserve(DECODED, numel, torch.float32, zeroed=False)
+        else:
+            decoded = blank(numel, torch.float32, self.device)
+            tier.ledger.hold(DECODED, numel * 4, HOST)  # not before there is memory
+        try:
+            yield decoded
+        finally:
+            if self.decodes_there:
+                tier.give_back(DECODED, decoded)
+            else:
+                tier.ledger.hold(DECODED, -numel * 4, HOST)
+
+    @contextlib.contextmanager
+    def decoded(self, updated: Tensor, steps: Steps) -> Iterator[Tensor]:
+        with self.memory(updated.numel()) as decoded:
+            yield decoded.copy_(updated)
+            self.round(updated, decoded, 0, UPDATED, steps)
+
+    def round(self, stored: Tensor, decoded: Tensor, start: int, key: str, steps: Steps) -> None:
+        """Store fp32 numbers in 16 bits. start: the place of the first among those that this rank updates of the
+        bucket. key: the name of the state that they are."""
+        if not (self.draws and steps.running):
+            stored.copy_(decoded)
+            return
+        first = self.first + start
+        last, end = first + decoded.numel(), 0
+        for slot in self.plan.slots:
+            part, where = slot.within(first, last), slot.slice_of(first, last)
+            if part.numel:
+                stored[end : where.start].copy_(decoded[end : where.start])  # padding
+                among, drawn = slot.among(self.seat), key_of(self.seed, key, slot.name)
+                new, old = stored[where], decoded[where]
+                step = part.numel if among.strips.parts == 1 else max(chunk(old) // SCRATCH, 1)
+                for at in range(0, part.numel, step):
+                    stop = min(at + step, part.numel)
+                    numbers = elements(among, part.start + at, part.start + stop, old.device)
+                    round_(new[at:stop], old[at:stop], drawn, steps.done, numbers)
+                end = where.stop
+        stored[end:].copy_(decoded[end:])
 
 
 class _OneState(Tier):
@@ -268,23 +280,26 @@ class StateFormatsFeature(Feature):
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         precision = assembly.precision
-        if not precision.narrow_states:
+        if not precision.narrow:
             return
         check_by_bucket(optimizers)
+        if not precision.narrow_states:
+            return
         for plan in assembly.partition.buckets:
-            master = precision.formats(plan).master
+            master = precision.stepped(precision.formats(plan).master)
             if plan.trainable and precision.of_bucket(plan).narrow_states and master is not torch.float32:
                 raise UserError(
                     "states rest in 16 bits of parameters that the optimizer updates in float32",
                     where=f"parameter {plan.slots[0].name!r}",
                     got=f"{master}, and states={dict(precision.states)!r}",
-                    instead="master_dtype=None or torch.float32 beside states=..., or Precision() without states",
+                    instead='master_dtype=None or torch.float32 beside states=..., rounding="stochastic" for '
+                    "bfloat16 parameters without masters, or Precision() without states",
                 )
         _check_names(precision, optimizers)
 
     def tiers(self, assembly: Assembly, plan: BucketPlan, at: dict[str, Tier]) -> dict[str, Tier]:
         precision = assembly.precision.of_bucket(plan)
-        if not precision.narrow_states:
+        if not precision.decodes(precision.formats(plan).master):
             return {}
         seat = assembly.group.team_of(plan).seat
         first, _ = plan.held(seat, assembly.placements.optimizer)
@@ -296,7 +311,7 @@ class StateFormatsFeature(Feature):
             binding.states.steps.saved = engine.precision.rounding == "stochastic"
 
     def subscriber(self, engine: Engine) -> _Seeds | None:
-        return _Seeds(engine) if engine.precision.narrow_states else None
+        return _Seeds(engine) if engine.precision.narrow else None
 
 
 FEATURE = StateFormatsFeature()

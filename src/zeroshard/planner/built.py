@@ -62,7 +62,7 @@ def holding(zero: Zero, *, beside: bool | None = None) -> Holding:
             return {}
         number = members[bucket.index, slot.name]
         optimizer, group = groups[number]
-        key = number, zero._engine.formats(bucket).master, asked_with(optimizer, slot.together)
+        key = number, precision.stepped(zero._engine.formats(bucket).master), asked_with(optimizer, slot.together)
         if key not in probed:
             probed[key] = probe(optimizer, group, key[1], key[2])
         rests_as = precision.of_bucket(bucket).state
@@ -74,7 +74,7 @@ def holding(zero: Zero, *, beside: bool | None = None) -> Holding:
         return found
 
     def narrow(bucket: BucketPlan) -> bool:
-        return precision.of_bucket(bucket).narrow_states
+        return precision.of_bucket(bucket).decodes(precision.formats(bucket).master)
 
     seats, resting_in = Seats(zero._engine.group.team.seat, zero._engine.group.axis_team.seat), zero._engine.resting
     return Holding(zero.partition, zero.placements, seats, rests, kept, resting_in, there=there, narrow=narrow)

@@ -77,10 +77,10 @@ def of_model(
     for what, found in several.items():
         if len(found) > 1:
             raise UserError(f"{who} counts {what} of one kind", got=", ".join(map(str, found)), instead=instead)
-    if precision.narrow_states:
+    if precision.narrow:
         raise UserError(
             f"{who} counts optimizer states in the dtype of what is updated",
-            got=f"states={dict(precision.states)!r}", instead=instead,
+            got=f"states={dict(precision.states)!r}, rounding={precision.rounding!r}", instead=instead,
         )  # fmt: skip
     if along:
         raise UserError(f"{who} does not count parameters along an axis", got="Layout(along=...)", instead=instead)

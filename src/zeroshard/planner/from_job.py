@@ -121,10 +121,11 @@ def _recipe(run: Simulation) -> recipes.Recipe:
         for bucket, slot in places:
             if bucket.trainable:
                 shape = optimizers.asked_with(optimizer, slot.shape)
-                found = optimizers.probe(optimizer, group, zero._engine.formats(bucket).master, shape)
-                rests_as = zero._engine.precision.of_bucket(bucket).state
+                precision = zero._engine.precision.of_bucket(bucket)
+                stepped = precision.stepped(zero._engine.formats(bucket).master)
+                found = optimizers.probe(optimizer, group, stepped, shape)
                 for state, asked in found.items():
-                    nbytes, grows = asked.at_rest(rests_as(state)).kept(slot.shape)
+                    nbytes, grows = asked.at_rest(precision.state(state)).kept(slot.shape)
                     if grows:
                         add(state, -(-slot.numel // grows) * nbytes)
                     elif asked.sides:

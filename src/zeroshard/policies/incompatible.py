@@ -37,7 +37,7 @@ class Settings(NamedTuple):
     nonfinite: str = "ignore"
     split_master: bool = False
     fp8: Any = False
-    narrow_states: bool = False  # Precision.states
+    narrow: bool = False  # Precision.states, or parameters that are rounded at random
     recompute: Any = False
     once: bool = False  # Offload(parameters="shared")
     gradients: Any = "device"  # Offload.gradients
@@ -86,7 +86,7 @@ def settings(
     """
     if precision is not None:
         names = ("reduce_dtype", "nonfinite", "split_master", "fp8")
-        others |= {name: getattr(precision, name) for name in (*names, "narrow_states")}
+        others |= {name: getattr(precision, name) for name in (*names, "narrow")}
     if offload is not None:
         others |= {"once": offload.once, "gradients": gradients_of(offload), "files": offload.in_files}
         others |= {"activations": offload.activations, "automatic": offload.automatic}

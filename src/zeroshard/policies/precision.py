@@ -120,7 +120,10 @@ class Precision:
         named. Numbers differ from those of float32 states, and not between stages, tiers and numbers of ranks.
     rounding: how these are rounded: "nearest", ties to even; or "stochastic", up or down at random with a probability
         that makes the mean right. The random bits follow from the seed, the number of the optimizer's step, the state's
-        and the parameter's name, and the element's place in the parameter (Philox 4x32-10, Salmon et al. 2011).
+        and the parameter's name, and the element's place in the parameter (Philox 4x32-10, Salmon et al. 2011). With
+        master_dtype=torch.bfloat16, "stochastic" rounds bfloat16 parameters so, too: they have no masters, and are
+        decoded to float32 for the optimizer's step, as its states are, which rest in float32 unless `states` says
+        otherwise.
 
     Raises `UserError` for fields that do not go together.
 
@@ -197,17 +200,38 @@ class Precision:
                     got=dtype if isinstance(dtype, torch.dtype) else repr(dtype),
                     instead=f"Precision(states={{{name!r}: torch.bfloat16}})",
                 )
-        if self.rounding != "nearest" and not self.narrow_states:
+        if self.rounding != "nearest" and not self.narrow:
             raise UserError(
-                "Precision.rounding says how states are rounded to 16 bits, and none is",
-                got=f"rounding={self.rounding!r}, states={dict(self.states)!r}",
-                instead='Precision(states={"*": torch.bfloat16}, rounding="stochastic")',
+                "Precision.rounding says how states, and parameters without masters, are rounded to 16 bits, and none "
+                "is",
+                got=f"rounding={self.rounding!r}, states={dict(self.states)!r}, master_dtype={self.master_dtype}",
+                instead='Precision(states={"*": torch.bfloat16}, rounding="stochastic"), or Precision('
+                'param_dtype=torch.bfloat16, master_dtype=torch.bfloat16, rounding="stochastic")',
             )
 
     @property
     def narrow_states(self) -> bool:
         """Tell if some of an optimizer's states may rest in a narrower format than it computes in."""
         return any(dtype is not torch.float32 for dtype in self.states.values())
+
+    @property
+    def rounds_updates(self) -> bool:
+        """Tell if parameters without masters are decoded for the optimizer's step, and rounded at random after it."""
+        return self.rounding == "stochastic" and self.master_dtype is torch.bfloat16
+
+    @property
+    def narrow(self) -> bool:
+        """Tell if anything rests in a narrower format than the optimizer computes in."""
+        return self.narrow_states or self.rounds_updates
+
+    def stepped(self, master: torch.dtype) -> torch.dtype:
+        """Return the dtype in which the optimizer updates what rests in the format `master`."""
+        return torch.float32 if self.rounds_updates and master is torch.bfloat16 else master
+
+    def decodes(self, master: torch.dtype) -> bool:
+        """Tell if states beside what rests in the format `master` are in memory, as they are computed with, for a step
+        only."""
+        return self.narrow_states or self.stepped(master) is not master
 
     def state(self, name: str) -> torch.dtype:
         """Return the dtype in which an optimizer's state of this name rests, if it has an element for each of its

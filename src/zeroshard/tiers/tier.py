@@ -207,6 +207,7 @@ class Tier(Protocol):
     on_device: bool = False  # does what rests here lie in memory that the device computes with?
     on_demand: bool = False  # does what rests here lie in memory only while it is used?
     meets: bool = False  # after a step that writes here, must each rank wait until all have written?
+    decodes: torch.dtype | None = None  # the dtype in which an optimizer updates what rests in a narrower one
     device: torch.device  # where the tensors of this tier's rests are, while in memory
     ledger: Ledger
 
@@ -217,6 +218,10 @@ class Tier(Protocol):
     def of(self, key: str, steps: Steps) -> Tier:
         """Return the tier for an optimizer's own state, which may rest in another format there. key: its name."""
         return self
+
+    def decoded(self, updated: Tensor, steps: Steps) -> contextlib.AbstractContextManager[Tensor]:
+        """Decode what an optimizer updates for one step of a bucket, and round it after that; see `decodes`."""
+        raise AssertionError(f"parameters are updated as they rest, {self.name}")
 
     def give_up(self, state: str, rests: Sequence[Rest]) -> None:
         """Give back the room of some of this tier's rests."""

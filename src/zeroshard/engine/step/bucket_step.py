@@ -59,20 +59,24 @@ class Alone:
                 bucket.changed()
             if not bucket.sums_come:
                 accumulator.spread_average(kept=not accumulator.sum.on_demand).wait()
-            self._averages.give(fragments, given)
-            watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
-            with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched, seen():
-                self.stepping = True
-                try:
-                    own_step(type(self._optimizer))(self._optimizer)
-                finally:
-                    self.stepping = False
-            self._states.replaced(fragments, inside=True)
-            for fragment in fragments:
-                fragment.param.grad = None
+            with self._states.decoded(bucket):
+                self._averages.give(fragments, given)
+                self._step(fragments)
+                for fragment in fragments:
+                    fragment.param.grad = None
             self._averages.drop_copies()
             self.write_back(bucket)
             bucket.codec.look()
+
+    def _step(self, fragments: Sequence[Fragment]) -> None:
+        watched = contextlib.nullcontext() if self._watch is None else self._watch.refused()
+        with contextlib.nullcontext() if self.around is None else self.around.shown(fragments), watched, seen():
+            self.stepping = True
+            try:
+                own_step(type(self._optimizer))(self._optimizer)
+            finally:
+                self.stepping = False
+        self._states.replaced(fragments, inside=True)
 
     def write_back(self, bucket: Bucket) -> None:
         """Cast a bucket's masters to its parameters, and mark its weights as new."""

@@ -185,7 +185,7 @@ class States:
             return value if options.get("fused") or options.get("capturable") else value.to(home)
         value = value.reshape(-1)[fragment.elements.start : fragment.elements.stop].view(like.shape)
         # Cast as load_state_dict does it: to the dtype of what is updated.
-        value = value.to(like.dtype if value.is_floating_point() else value.dtype, copy=True)
+        value = value.to(fragment.bucket.stepped if value.is_floating_point() else value.dtype, copy=True)
         return self._put_away(fragment, key, value, fixed) if rests_away(fragment.bucket) else value
 
     def count(self, *, changed: bool = False) -> None:
@@ -279,6 +279,24 @@ class States:
                         self.point(fragment)
         for rest in filter(None, (*self.moving(bucket), bucket.parameters, bucket.gradients)):
             rest.behind()
+
+    @contextlib.contextmanager
+    def decoded(self, bucket: Bucket) -> Iterator[None]:
+        """Show the optimizer what it updates in the dtype in which it computes, if that rests in a narrower one; inside
+        `present`. After the block all that rests is rounded."""
+        tier, fragments = bucket.tiers["optimizer"], self.of(bucket)
+        if tier.decodes is None:
+            yield
+            return
+        try:
+            with tier.decoded(bucket.target, self.steps) as bucket.decoded:
+                for fragment in fragments:
+                    self.point(fragment, inside=True)
+                yield
+        finally:
+            bucket.decoded = None
+            for fragment in fragments:
+                self.point(fragment, inside=True)
 
 
 def file_name(key: str, number: int) -> str:

@@ -127,6 +127,7 @@ class Bucket:
         at = {state: resting.name for state, resting in self.tiers.items()}
         self._off_device = not all(tier.on_device for tier in self.tiers.values())
         self._meets = any(tier.meets for tier in self.tiers.values())
+        self.decoded: Tensor | None = None  # what the optimizer updates, in a step that updates it in a wider dtype
         self.masters = master_of(self.formats, placements, at, one_memory=tier.device.type == "cpu")  # once trained
         self.parameters: Flat  # at rest; is `master` itself if only masters rest: `Cast`
         self.master: Flat | None = None
@@ -279,7 +280,12 @@ class Bucket:
     @property
     def target(self) -> Tensor:
         """The elements that the optimizer's fragments are views of, 1-D; inside updating.here()."""
-        return self.updating.of(*self.updated)
+        return self.updating.of(*self.updated) if self.decoded is None else self.decoded
+
+    @property
+    def stepped(self) -> torch.dtype:
+        """The dtype in which the optimizer updates and keeps its elements."""
+        return self.tiers["optimizer"].decodes or self.formats.master
 
     def absent(self, numel: int) -> Tensor:
         """Return a stand-in for target elements that are not in memory: one NaN, expanded to `numel` elements."""

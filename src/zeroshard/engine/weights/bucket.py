@@ -234,8 +234,8 @@ class Bucket:
 
     @property
     def upcast(self) -> bool:
-        """True if gradients have another dtype than what the optimizer updates, so that a step needs a copy."""
-        return self.gradients is not None and self.grad_dtype != self.updating.dtype
+        """True if gradients have another dtype than the optimizer steps in, so that a step needs a copy."""
+        return self.gradients is not None and self.grad_dtype != self.stepped
 
     @property
     def sums_come(self) -> bool:

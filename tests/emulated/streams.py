@@ -181,7 +181,7 @@ class Machine:
                 raise self.error
             mark = queue.add(item)
             self._launched += 1
-            if threading.get_ident() == self._thread:  # in a finaliser that Python ran here: nobody else could run items
+            if threading.get_ident() == self._thread:  # in a finaliser that Python ran here: nobody else runs items
                 return mark
             if self.order.acts_early():
                 self._early += 1
@@ -196,7 +196,7 @@ class Machine:
         mine = tuple(marks)
         if all(mark.reached for mark in mine) and self.error is None:
             return True
-        assert threading.get_ident() != self._thread, "a kernel, or a finaliser that Python ran in one, waits for the device"
+        assert threading.get_ident() != self._thread, "a kernel, or a finaliser in its thread, waits for the device"
         with self.lock:
             me = threading.get_ident()
             self._wanted[me] = mine

@@ -37,6 +37,7 @@ LONGEST = {  # the longest files start first, or one of xdist's workers ends alo
 MARKERS = {
     "dist": "runs on several rank processes (set by itself on tests that use the `ranks` or `world` fixture)",
     "full": "left to `make full`: set by itself on what `make test` need not run (selection.py), or by hand: over a second",
+    "heavy": "takes five seconds or more each time: `make full` has one test of the function, if `make test` has none",
     "processes": "runs its ranks in processes, with --worlds too",
     "pairs": "left to `make pairs`: of its parameters only two values together are new (set by itself)",
     "once": "has its ranks in processes with --once: the one of its function's tests in `make full` that has (set by itself)",

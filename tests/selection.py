@@ -6,9 +6,11 @@
                 What takes seconds at each stage (`STAGES`) runs at 1 and 3
     make tools  the same of tools/: commands, planner, page, texts, trainers, formats of others
     make full   every value of every parameter that `make test` has not, and what is marked `full` by hand: tests of over
-                a second; and of each function on ranks one test in processes
+                a second; and of each function on ranks one test in processes. Of a function that is marked `heavy`, whose
+                tests take five seconds each and more, one test, if `make test` has none
     make pairs  any two values of two parameters of a test that starts ranks, where `make full` has not both in one test
-    make slow   what is marked `slow` by hand, and all other combinations of three and more parameters
+    make slow   what is marked `slow` by hand, the other tests of `heavy` functions, and all other combinations of three
+                and more parameters
 
 What a function runs with never differs between runs.
 
@@ -131,12 +133,27 @@ def mark(items: Sequence[Any]) -> None:
         for at, item in enumerate(found):
             if at not in kept:
                 item.add_marker(pytest.mark.full)
+    _leave_heavy_ones_to_slow([item for item in items if item.get_closest_marker("heavy")])
     functions: dict[str, list[Any]] = {}
     for item in items:
         if starts_ranks(item) and not any(item.get_closest_marker(mark) for mark in ("slow", "gpu")):
             functions.setdefault(function(item), []).append(item)
     for name, found in functions.items():
         _leave_to_pairs_and_slow(name, found)
+
+
+def _leave_heavy_ones_to_slow(items: Sequence[Any]) -> None:
+    """Mark `slow` all but one test of each of their functions that `make test` leaves out, and that one too if it has
+    another."""
+    functions: dict[str, list[Any]] = {}
+    for item in items:
+        if not any(item.get_closest_marker(mark) for mark in ("slow", "gpu")):
+            functions.setdefault(function(item), []).append(item)
+    for name, found in functions.items():
+        left_out = [item for item in found if item.get_closest_marker("full")]
+        random.Random(name).shuffle(left_out)
+        for item in left_out if len(left_out) < len(found) else left_out[1:]:
+            item.add_marker(pytest.mark.slow)
 
 
 def _leave_to_pairs_and_slow(name: str, found: Sequence[Any]) -> None:

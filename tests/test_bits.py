@@ -161,6 +161,7 @@ def test_every_combination_has_the_same_bits(world, precision, kernel):
     check(world, [each for each in ALL if each[3] == kernel], precision, timeout=350.0)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(30)
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -169,6 +170,7 @@ def test_several_micro_batches_are_added_in_order(world, precision):
     check(world, [(stage, "units", None, "loop") for stage in STAGES], precision, backwards=3, steps=3)
 
 
+@pytest.mark.heavy
 @pytest.mark.row(34)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_fewer_ranks_with_more_micro_batches_have_the_same_bits(precision, stage):
@@ -191,6 +193,7 @@ def _as_dict(value):
 # ---------------------------------------------------------------------------------------- whatever else may vary
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("bounds", ["unit", "model"])
 def test_cuts_at_any_element_change_no_bit(bounds):
@@ -201,6 +204,7 @@ def test_cuts_at_any_element_change_no_bit(bounds):
     assert ranks.run(3, run) == [{}] * 3
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",

@@ -739,6 +739,7 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(71)
 @pytest.mark.parametrize("load", [True, "over"], ids=["fresh", "over"])

@@ -272,6 +272,7 @@ def stepped_plainly(case, gradients):
     return reference.weights(model)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("by", ["torch", "zero"])
 @pytest.mark.parametrize("case", ["gpt", "layerdrop", "degenerate", "tiny"])

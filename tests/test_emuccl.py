@@ -275,6 +275,7 @@ CASES = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("stage", "world_size", "dtype", "seed"), CASES)
 def test_every_stage_on_ranks_has_the_bits_of_plain_torch(stage, world_size, dtype, seed):
     """Kernels and messages run late, in drawn orders, and no two uses of memory are without one. Also recomputed."""

@@ -825,6 +825,7 @@ def test_without_an_abort_a_host_and_its_device_wait_for_ever():
     assert waits.type == "Died" and "exit code 7 " in waits.message, waits
 
 
+@pytest.mark.heavy
 @pytest.mark.row(59)
 @pytest.mark.row(89)
 @pytest.mark.parametrize(

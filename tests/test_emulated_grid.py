@@ -167,6 +167,7 @@ CASES = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.row(34)
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("world_size", "dtype", "offload", "cases", "orders"), CASES)
@@ -259,6 +260,7 @@ def in_buckets(dtype, replicas, recompute):
         assert_same(history_and_weights(model, optimizer, zero), want, (stage, size))
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(34)
 @pytest.mark.parametrize(

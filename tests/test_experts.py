@@ -207,6 +207,7 @@ def in_8_bits_at(world, ep, stage, precision, layout):
     return before, after, norms, predict_states(zero), ledger
 
 
+@pytest.mark.heavy
 @pytest.mark.row(94, 104)
 @pytest.mark.parametrize("scaling", ROUNDED)
 @pytest.mark.parametrize("stage", selection.STAGES)
@@ -336,6 +337,7 @@ def in_tier(world, ep, where, folder):
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(94)
 @pytest.mark.parametrize("where", ["cpu", "nvme"])
@@ -457,6 +459,7 @@ def together(told, ep):
     }
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(95)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])
@@ -582,6 +585,7 @@ def same(found, want):
         assert all(torch.equal(found[name][key], kept[key]) for key in kept), name
 
 
+@pytest.mark.heavy
 @pytest.mark.row(95)
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_experts_in_a_list_load_into_any_number_of_groups(ranks, tmp_path, ep):
@@ -908,6 +912,7 @@ def run_of_four(stage):
     return {state: nbytes for state, nbytes in ledger.held.items() if nbytes and state != "norms"}, moved
 
 
+@pytest.mark.heavy
 @pytest.mark.row(97)
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

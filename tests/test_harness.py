@@ -314,6 +314,7 @@ def test_an_interruption_while_workers_start_leaves_no_confusion(monkeypatch):
     assert [each[0] for each in ranks.run(2, identity)] == ranks.pids(2)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("idle", [True, False])
 def test_a_nursery_that_dies_is_replaced(idle):
@@ -363,6 +364,7 @@ def test_a_command_that_does_not_end_is_ended(tmp_path):
     assert ranks.command("train", "--steps", 0).returncode == 2
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("sig", ["SIGKILL", "SIGTERM"])
 def test_workers_end_with_the_process_that_started_them(sig, tmp_path):

@@ -80,6 +80,7 @@ def in_tier(replicas, tier, folder):
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(85)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -90,6 +91,7 @@ def test_replicas_have_the_same_bits_in_any_tier(ranks, tmp_path, tier):
             assert all(map(torch.equal, found, want))
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{"overlap": False}, {"prefetch": 3}], ids=["no overlap", "prefetch 3"])
 def test_overlap_changes_no_bit_of_a_relay(options):
@@ -192,6 +194,7 @@ def resume(stage, replicas, folder, world):
     return weights(model, zero)
 
 
+@pytest.mark.heavy
 @pytest.mark.row(87)
 def test_a_checkpoint_is_written_once_and_loads_with_any_number_of_replicas(ranks, tmp_path, stage):
     """Replicas share the writing: as many bytes of tensors as one replica writes; resumed at every K, the same bits."""

@@ -488,6 +488,7 @@ def native_and_ordered(stage):
     return reference.first_difference(native, ordered), narrow, wide, asked, sums
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stage", [pytest.param(s, marks=[pytest.mark.full] * (s in (1, 2))) for s in STAGES])
 def test_the_backend_adds_in_the_accumulators_dtype(stage):
     """Two contributions of 16 bits, whose sum has no order, have the bits of the sum in rank order; it takes 4 bytes for
@@ -552,6 +553,7 @@ def coded(width):
 CODING = "encode_blocks", "_mixed"  # of so many elements as are handled at a time; the second also once
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("width", "parts"),
     [(16, 1), pytest.param(200, 1, marks=pytest.mark.full), pytest.param(2100, 2, marks=pytest.mark.full)],
@@ -676,6 +678,7 @@ def compared(stages):
         reference.assert_same(three_steps("emu", stage, BITS[name]), three_steps("cpu", stage, BITS[name]))
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("stages", [(2,), (3,), (0, 1)], ids=str)
 @pytest.mark.parametrize("seed", range(3))

@@ -161,6 +161,7 @@ def both_like_the_device(loop, folder, stages):
         same(loop(stage, offload(folder, **fields)), loop(stage, None))
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("loop", [scaled, edited])
 @pytest.mark.parametrize("world", [1, 2])
@@ -220,6 +221,7 @@ def repeated_like_the_device(folder, stages):
             same(repeated(stage, offload(folder, **fields)), want)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 3])
 def test_a_step_that_raised_can_be_repeated(world, tmp_path):

@@ -208,6 +208,7 @@ def test_every_elementwise_optimizer_equals_plain_torch(kind, warm, stages):
     check(training, kind, warm, stages=stages)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2], ids=lambda world: f"ranks{world}")
 def test_every_elementwise_optimizer_at_one_and_two_ranks(world):
@@ -329,6 +330,7 @@ KINDS |= {"Known": Known, "Together": Together, "Lion": lion, "schedule-free": s
 BLOCKS = {"sizes": (7, 256, 256, 5)}  # every tensor of over 256 elements is a multiple of that
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon", "Muon of one matrix", "Unknown"])
 def test_whole_tensor_optimizers_where_nothing_is_cut(kind):
     """Under `bounds="tensor"` and `whole=["*"]` at every stage, at stage 0, and at one rank, Adafactor, Muon and unknown

@@ -222,6 +222,7 @@ def models_gradients(model, apart, step):
         parameter.grad = apart.average(parameter)
 
 
+@pytest.mark.heavy
 @pytest.mark.row(20)
 @pytest.mark.parametrize(("build", "setting"), CASES, ids=lambda each: each)
 def test_every_state_has_the_dtype_it_was_given(build, setting, stage):
@@ -236,6 +237,7 @@ def test_every_state_has_the_dtype_it_was_given(build, setting, stage):
     assert ranks.run(3, differences, build, setting, apart.found(), stages=(stage,)) == [{}] * 3
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize(("build", "setting"), [("fp32", "param bf16"), ("bf16", "own")], ids=lambda each: each)
 def test_a_stepped_optimizer_keeps_its_state_in_another_precision(build, setting):
@@ -683,6 +685,7 @@ def uneven(name, want):
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(12)
 @pytest.mark.parametrize("name", UNEVEN)

@@ -65,6 +65,7 @@ def part_of_a_run(case, start, stop, stage, bucket_mib, options, load=None, save
 OPTIONS = {"plain": {}, "dropout": {"dropout": 0.1}, "dropout-recomputed": {"dropout": 0.1, "checkpoint": "reentrant"}}
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize(
     "case",

@@ -206,3 +206,12 @@ def test_marks_by_hand_stay_and_what_they_leave_is_covered():
     for item in (Found("f[0-0]", a=0, b=0), Found("f[]")):
         selection.mark([item])
         assert item.marks == set()
+
+
+def test_of_heavy_ones_full_has_one_at_most():
+    """None where `make test` has one of the same function; all others are for `make slow`."""
+    shared = [Found(f"a.py::f[{a}]", "heavy", function=on_ranks, a=a) for a in range(5)]
+    by_hand = [Found(f"a.py::g[{a}]", "heavy", "full", function=on_ranks, a=a) for a in range(5)]
+    selection.mark(shared + by_hand)
+    assert Counter(tuple(sets(item)) for item in shared) == {("test", "full"): 1, ("slow",): 4}  # `once`, in processes
+    assert Counter(tuple(sets(item)) for item in by_hand) == {("full",): 1, ("slow",): 4}

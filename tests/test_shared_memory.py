@@ -123,6 +123,7 @@ def deep():
     }
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("more", [(), ("--accumulate", "2", "--no-sync")], ids=["", "no_sync"])
 @pytest.mark.parametrize("world", [2, 3])
@@ -418,6 +419,7 @@ def drawn_with_one_copy(*args):
     return with_one_copy(interrupts.several, *args, interrupts.plain)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(103)
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -874,6 +876,7 @@ def interrupted_at_lines(stage: int, every: int, steps: int):
         return reference.weights(model), struck, held
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(101)
 @pytest.mark.parametrize("stage", [1, 3])
@@ -893,6 +896,7 @@ def drawn(*args):
     return over_memory(interrupts.several, *args)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(101)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

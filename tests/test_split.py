@@ -154,6 +154,7 @@ def as_whole(loop, cases, folder):
             test_offload.same(loop(stage, test_offload.offload(folder, **fields)), whole)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("loop", [test_offload.edited, test_offload.repeated])
 @pytest.mark.parametrize("world", [1, 2])
@@ -278,6 +279,7 @@ def went_on(model, optimizer, zero):
         return reference.weights(model)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(102)
 @pytest.mark.parametrize(

@@ -284,6 +284,7 @@ def in_8_bits_at(stage, scaling):
     return norms, weights(model, zero), predict_states(zero), between
 
 
+@pytest.mark.heavy
 @pytest.mark.row(98, 104)
 @pytest.mark.parametrize("scaling", ["tensor", "1x128"])
 @pytest.mark.parametrize("stage", selection.STAGES)
@@ -465,6 +466,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(98)
 @pytest.mark.parametrize("how", OTHERWISE)

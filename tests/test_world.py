@@ -442,6 +442,7 @@ def test_a_rank_that_pauses_is_waited_for_and_one_that_pauses_for_too_long_is_na
     assert all(each.type in ("PeerError", "DistStoreError", "RuntimeError") for each in found), found
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("kind", drawn_jobs.FAULTS)
 def test_drawn_jobs_keep_what_is_claimed(kind):

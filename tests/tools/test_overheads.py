@@ -102,6 +102,7 @@ def alike(world, cases):
             assert counted == said == closed, case
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("world", "dtype"),
     [
@@ -113,6 +114,7 @@ def test_a_step_asks_for_as_many_launches_and_waits_as_are_said(world, dtype):
     alike(world, [{"stage": stage, "dtype": dtype} for stage in STAGES])
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("what", MORE)
 def test_so_it_does_whatever_the_step_is(what):
@@ -144,6 +146,7 @@ def met(device, recompute):
     return found
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("run", "device", "recompute"),
     [

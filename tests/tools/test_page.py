@@ -237,6 +237,7 @@ def beats(page, stop=None):
         following.click()
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 def test_a_step_goes_unit_by_unit(opened, walk, stage):
     """Forward as the record has it; at the end the counters are the traffic of the step."""

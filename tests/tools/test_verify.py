@@ -79,6 +79,7 @@ def test_weights_in_8_bits_are_verified_against_plain_pytorch_that_rounds(warm):
     assert (code, found["equal"]) == (0, True)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(111)
 @pytest.mark.parametrize("word", ["fp32-states16", "fp32-states16-drawn", "bf16-states16-drawn"])
@@ -215,6 +216,7 @@ def test_the_whole_grid(name, precision):
 # ------------------------------------------------------------------------------------------------------- what is caught
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("bug", "first"),
     {
@@ -269,7 +271,7 @@ def test_a_rank_that_fails_ends_its_column():
     assert re.search(r"^4  configuration independence +fails +0 of 2$", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_that_dies_after_its_last_result_fails_it():
     """By a signal at its exit, in every launch: what it wrote before is equal, and its last result counts as failed."""
     done = run("verify", "jobs:dies_at_the_end", *ONE, "--stage", "0", "--steps", 2, "--json")

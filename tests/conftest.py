@@ -28,8 +28,8 @@ pytest_plugins = ["seconds", "zeroshard.testing.plugin"]
 INSTEAD = pytest.StashKey()  # what runs ranks in place of processes, with --worlds
 TEST_TIMEOUT = 300  # seconds; a run on ranks has its own, shorter one
 LONGEST = {  # the longest files start first, or one of xdist's workers ends alone with one of them
-    "test_bits", "test_checkpoint", "test_cli", "test_clipping", "test_emuccl", "test_emulated_faults",
-    "test_emulated_grid", "test_experts", "test_explain", "test_fp8", "test_gradients", "test_harness",
+    "test_bits", "test_checkpoint", "test_claims", "test_cli", "test_clipping", "test_emuccl", "test_emulated_faults",
+    "test_emulated_grid", "test_experts", "test_explain", "test_fitting", "test_fp8", "test_gradients", "test_harness",
     "test_in_backward", "test_inputs", "test_int8", "test_layout", "test_mesh", "test_modes",
     "test_modules", "test_offload", "test_optimizer", "test_overheads", "test_page", "test_planner", "test_precision",
     "test_resume", "test_shared_memory", "test_simulate", "test_split", "test_tensor_parallel", "test_verify",

@@ -127,6 +127,7 @@ def test_what_files_move_in_a_step_is_predicted_to_the_byte(case, folder):
         assert predicted == counted
 
 
+@pytest.mark.heavy
 @pytest.mark.row(86, 104, 105)
 @pytest.mark.parametrize("case", params(CASES, {case for case in FEW if case.ranks < 3}), ids=str)  # 2 seconds each
 def test_a_simulated_rank_is_the_real_one_to_the_byte(case, folder, tmp_path):

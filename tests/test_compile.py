@@ -84,6 +84,7 @@ def stepped(stage, setting, **settings):
         return test_bits.reference.weights(model), graphs
 
 
+@pytest.mark.heavy
 @pytest.mark.row(63)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_compiled_step_has_plain_pytorchs_bits(stage, setting):
@@ -139,6 +140,7 @@ def worked_alike(stage):
     return [torch.equal(one, other) for one, other in zip(want, got, strict=True)]
 
 
+@pytest.mark.heavy
 @pytest.mark.row(63)
 def test_what_clips_clears_or_gathers_may_be_compiled(stage):
     """Functions of the program's that call backward, clip, clear gradients or enter `gathered()`: as without compiling."""

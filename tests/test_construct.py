@@ -640,6 +640,7 @@ def zeroshard_gone(zero):
     assert not any(buffer.is_meta for buffer in zero.model.buffers())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", META)
 def test_a_model_on_meta_has_the_same_bits_everywhere(name):
     """Same seed, same initial bits at 1, 2 and 3 ranks and at every stage, and the same after two steps on the same

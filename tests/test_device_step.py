@@ -83,12 +83,14 @@ ALL = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tiers", "dtype", "stages", "seeds"), [*((*k, v, (0,)) for k, v in FIRST.items()), *ALL])
 def test_states_beside_the_device_are_stepped_on_it(tiers, dtype, stages, seeds, tmp_path):
     emulated.run(2, equal, dtype, tiers, stages, {}, seeds, str(tmp_path), elsewhere=True, timeout=550)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("comm", [{"replicas": 2}, {"replicas": 2, "optimizer": "all"}, {"hosts": 2}], ids=str)

@@ -107,6 +107,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("seeds", "every"), ORDERS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_stage_on_late_kernels_has_the_bits_of_plain_torch(dtype, seeds, every):

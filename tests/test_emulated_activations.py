@@ -41,6 +41,7 @@ def equal(tier, folder, cases, orders):
 EVERY = [(stage, recompute) for stage in STAGES for recompute in (False, True)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize(
     ("world", "cases", "orders"),

@@ -93,6 +93,7 @@ WRONG = {  # a part of the text, what stands there in its place, and a kernel th
 WRONG_TEXT = "__device__ inline float notnan(float x) { return x == x ? x : 0; }\n"
 
 
+@pytest.mark.heavy
 @needs_compiler
 @pytest.mark.parametrize(
     "name", [*list(WRONG)[:1], *(pytest.param(name, marks=pytest.mark.full) for name in [*WRONG][1:])]
@@ -306,6 +307,7 @@ def trained(name, stage, kernels, refuse=()):
         return [parameter.detach().float().cpu().clone() for parameter in model.parameters()], launched
 
 
+@pytest.mark.heavy
 @needs_compiler
 @pytest.mark.parametrize(
     ("name", "stage", "world"),

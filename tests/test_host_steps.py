@@ -101,6 +101,7 @@ def added_to(stage, dtype):
         reference.assert_same(got, found[-1])
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.full), pytest.param(3, marks=pytest.mark.full)])
 @pytest.mark.parametrize("dtype", [None, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
 def test_sums_that_a_step_has_used_are_added_to_as_on_the_device(stage, dtype):
@@ -173,6 +174,7 @@ ALL = [
 ]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "stage", "dtype"), [*FIRST, *ALL])
 def test_edits_are_followed_as_with_states_on_the_device(name, stage, dtype, tmp_path):
     emulated.run(2, edited, stage, dtype, TIERS[name], str(tmp_path), seed=stage)

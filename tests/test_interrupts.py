@@ -47,6 +47,7 @@ def found(outcomes):
     return [(seed, outcome, words if outcome == "not named" else "") for seed, outcome, words in outcomes]
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(89)
 @pytest.mark.parametrize("world", [2, 3])
@@ -438,6 +439,7 @@ def whole(tmp_path_factory):
     return out
 
 
+@pytest.mark.heavy
 @pytest.mark.row(91)
 @pytest.mark.full
 @pytest.mark.timeout(900)

@@ -45,6 +45,7 @@ def over(hosts, stage, **options):
 # ----------------------------------------------------------------------------------------------------------------- bits
 
 
+@pytest.mark.heavy
 @pytest.mark.row(109)
 @pytest.mark.parametrize("precision", test_bits.PRECISIONS)
 @pytest.mark.parametrize(

@@ -232,6 +232,7 @@ def swapped(stage, seed, how, within=True, **settings):
     return seen
 
 
+@pytest.mark.heavy
 @pytest.mark.row(67)
 @pytest.mark.parametrize("how", KEEP)
 @pytest.mark.parametrize("seed", range(4))
@@ -282,6 +283,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.row(67)
 @pytest.mark.parametrize("other", OTHERS)
 def test_it_stays_in_every_format_and_tier_too(ranks, stage, other):

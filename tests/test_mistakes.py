@@ -407,6 +407,7 @@ DIES = (
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("place", ["forward", "backward", "clip", "step", "save", "gathered"])
@@ -437,6 +438,7 @@ UNEQUAL = (
 )
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("then", ["ends", "saves", "joined"])

@@ -101,6 +101,7 @@ def test_without_it_another_number_of_groups_has_other_bits(ranks):
     assert all(torch.allclose(found[name], want[name], atol=1e-2) for name in want)
 
 
+@pytest.mark.heavy
 @pytest.mark.row(94)
 @pytest.mark.full
 @pytest.mark.parametrize("ep", [2, 4])

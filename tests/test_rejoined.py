@@ -92,6 +92,7 @@ def same(told, want):
     return all(torch.equal(each[name], want[rank % 2][name]) for rank, each in enumerate(told) for name in each)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("stage", selection.STAGES)
 def test_muon_has_the_bits_of_plain_muon_on_whole_matrices(ranks, tmp_path, stage):
     """Of rows and of columns that are cut, on two data ranks beside two tensor ranks. A rank keeps the momentum of its
@@ -111,6 +112,7 @@ OTHERWISE = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("how", OTHERWISE)
 def test_masters_cuts_and_tiers_change_no_bit(ranks, tmp_path, how):

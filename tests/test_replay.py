@@ -195,6 +195,7 @@ def on_a_device(stage, every, flips=None):
     return trained(stage, every, flips=flips, device="emu")
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.parametrize("stage", [0, 3])

@@ -135,6 +135,7 @@ def test_the_tests_of_the_rest_pass_without_one_feature(name, tmp_path):
     passes_without([name], tmp_path)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "call"),

@@ -474,6 +474,7 @@ def hooks_between_modules_of(seeds):
             assert reference.first_difference(found, want) == "", (seed, stage)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "seeds", [range(20), *(pytest.param(range(at, at + 40), marks=pytest.mark.full) for at in range(20, 220, 40))]
 )
@@ -651,6 +652,7 @@ def edited(world: int, stage: int, dtype, edit: str, write_from, where: str):
         return reference.weights(model)
 
 
+@pytest.mark.heavy
 @pytest.mark.row(27, 29)
 @pytest.mark.parametrize("edit", EDITS)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["fp32", "bf16"])

@@ -67,6 +67,7 @@ def test_no_two_ranks_keep_the_same_optimizer_state(ranks, stage, dtype):
 # ----------------------------------------------------------------------------------------------------------------- sums
 
 
+@pytest.mark.heavy
 @pytest.mark.row(86)
 @pytest.mark.parametrize("precision", test_bits.PRECISIONS)
 @pytest.mark.parametrize(

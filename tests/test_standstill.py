@@ -98,6 +98,7 @@ SHARED = {"shared0": (0, Comm()), "shared3": (3, Comm())}
 REPLICAS = {"replicas": (2, Comm(replicas=2, transport="gloo"))}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     "plan", ["tower", "one", "order", "drawn", pytest.param("drawn again", marks=pytest.mark.full)]
 )

@@ -204,6 +204,7 @@ def check_undone(kind: str, event: str, every: int) -> None:
     reference.assert_same(reference.weights(model), reference.weights(other))
 
 
+@pytest.mark.heavy
 @pytest.mark.row(78)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shard_that_an_exception_ends_has_changed_nothing(kind):

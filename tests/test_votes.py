@@ -60,6 +60,7 @@ def through_late(stage):
         optimizer.zero_grad()
 
 
+@pytest.mark.heavy
 @pytest.mark.processes
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 3])

@@ -96,6 +96,7 @@ def test_whole_matrices_equal_plain_torch(kind, world):
     check(trained_whole, kind, None, world=world)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("bounds", ["model", "tensor"])
 def test_other_bounds_cut_the_rest(bounds):

@@ -257,6 +257,7 @@ def first(kind):
     return next(seed for seed in range(1000) if drawn_jobs.Case.of(seed).faults == kind)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["interrupts", "disk"])
 def test_a_seed_is_run_again_by_a_command(kind):

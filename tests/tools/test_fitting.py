@@ -70,6 +70,7 @@ def compared(question, heading=""):
     return [search.seconds(each.way) for each in found], [*filter(None, [by_hand(fitting.Search(machine), numbers)])]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ranks", "device", "host", "files"),
     [
@@ -163,6 +164,7 @@ PASS = {"staging", "activations", "staged activations", "reduce", "gather", "pre
 STATES_OF = {"m": "exp_avg", "v": "exp_avg_sq"}
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ranks", "device", "host", "disk", "heading"),
     [
@@ -312,6 +314,7 @@ def tiny_job():
     }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(
     ("ranks", "device", "host"),
     [
@@ -512,6 +515,7 @@ def test_every_machine_has_a_line_or_a_proof(params, device, host, disk):
     check(zeroshard.plan(params, Machine(ranks=1, gpu_mem=device, host_mem=host, disk=disk)).fitting)
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("gpu", ["t4", "4090", "a6000", "h100-80"])
 @pytest.mark.parametrize("model", ["7B", *(pytest.param(size, marks=pytest.mark.slow) for size in ("13B", "30B"))])
@@ -529,6 +533,7 @@ def test_a_row_of_the_table_of_machines_is_what_plan_says(monkeypatch, model, gp
 ROWS = [(model, gpu) for model in ("7B", "13B", "30B") for gpu in ("t4", "4090", "a6000", "h100-80")]
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "gpu"),

@@ -29,6 +29,7 @@ def said(platform, *words):
     return (ranks.untimed(done.stderr) or done.stdout).rstrip().splitlines()[-1], done.returncode
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("platform", ["linux", "darwin", "win32"])
 @pytest.mark.parametrize(
     "words",

@@ -80,6 +80,7 @@ def ran(kind, words, tmp_path):
     return [re.sub(own, "...", line) for line in printed], digest
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("words", [
     pytest.param(words, marks=pytest.mark.full if "/" in words else ()) for words in PROGRAMS
 ])  # fmt: skip

@@ -114,6 +114,7 @@ def deepseek():
 MODELS = {"mixtral": (mixtral, 46_702_792_704, 8), "deepseek": (deepseek, 671_026_404_352, 64)}
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("name", MODELS)
 def test_published_shapes_at_1024_ranks(tmp_path, name):

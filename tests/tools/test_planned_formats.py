@@ -81,6 +81,7 @@ def bytes_of(plan):
     }
 
 
+@pytest.mark.heavy
 @pytest.mark.row(58, 102, 104, 105)
 @pytest.mark.parametrize("accumulate", [{}, {"accumulate": 2, "no_sync": True}], ids=["", "no-sync"])
 @pytest.mark.parametrize("which", FORMATS)

@@ -69,6 +69,7 @@ def test_shapes_alone_say_what_a_rank_of_all_replicas_holds_and_sends(ranks, sta
     assert relayed == sum(states.recipe_traffic(cut, place, r, recipe, replicas=2).relay.sent for r in range(4)) * STEPS
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.row(86)
 @pytest.mark.parametrize("way", WAYS)

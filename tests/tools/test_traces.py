@@ -152,6 +152,7 @@ def on(kinds, kind, tmp_path):
     return [str(tmp_path / capability) for capability in kinds]
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kinds", "kind", "named"),

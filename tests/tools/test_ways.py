@@ -138,6 +138,7 @@ def test_nothing_fits_and_one_node():
     assert one.limit == MACHINES["a100"].memory
 
 
+@pytest.mark.heavy
 @pytest.mark.full
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_the_time_of_messages_is_that_of_a_simulated_clock(gpus):

@@ -101,7 +101,12 @@ def test_files_take_what_host_memory_does_not(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"param_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16, "split_master": True}]
+    "settings",
+    [
+        {"param_dtype": torch.bfloat16},
+        {"param_dtype": torch.bfloat16, "split_master": True},
+        {"param_dtype": torch.bfloat16, "states": {"*": torch.bfloat16}},
+    ],
 )
 def test_formats_count(settings):
     how = {"precision": Precision(cast_inputs=True, **settings)}

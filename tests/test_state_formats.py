@@ -612,6 +612,7 @@ class Strange(torch.optim.AdamW):
 
 
 ALL = Precision(states={"*": BF16})
+DRAWN_PARAMETERS = Precision(param_dtype=BF16, master_dtype=BF16, rounding="stochastic")
 REFUSED = {
     "no table": (lambda: Precision(states=BF16), 'Precision(states={"exp_avg": torch.bfloat16'),
     "a format": (lambda: Precision(states={"exp_avg": torch.float16}), "torch.bfloat16 or torch.float32"),
@@ -633,10 +634,13 @@ REFUSED = {
         lambda: refused(Precision(param_dtype=BF16, master_dtype=BF16, states=BOTH)), "updates in float32",
     ),
     "shapes": (
-        lambda: zeroshard.plan(Model(params="1B"), Machine(ranks=2), precision=Precision(param_dtype=BF16, states=BOTH)),
-        "states",
+        lambda: zeroshard.plan(Model(params="1B"), Machine(ranks=2), precision=DRAWN_PARAMETERS),
+        "Precision.master_dtype: for jobs only",
     ),
-    "auto": (lambda: refused(Precision(states=BOTH), offload=Offload("auto", gpu_mem="1GB")), 'Offload("auto") counts'),
+    "auto": (
+        lambda: refused(DRAWN_PARAMETERS, offload=Offload("auto", gpu_mem="1GB", host_mem="1GB")),
+        'Offload("auto") counts parameters in the dtype in which they are updated',
+    ),
     "DCP": (lambda: stepped(lambda zero, _: zero.state_dict()), "in 16 bits"),
 }  # fmt: skip
 

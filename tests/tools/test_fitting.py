@@ -191,6 +191,22 @@ def test_a_line_runs_and_holds_what_was_planned(tmp_path, ranks, device, host, d
     runs_as_planned(fit, ranks, tmp_path)
 
 
+@pytest.mark.parametrize(("device", "host"), [("60MB", "1MB"), pytest.param("6MB", "20MB", marks=pytest.mark.full)])
+def test_a_line_of_states_in_16_bits_runs_and_holds_what_was_planned(tmp_path, device, host):
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({name: list(param.shape) for name, param in Tiny().named_parameters()}))
+    states = {"*": torch.bfloat16}
+    found = zeroshard.plan(
+        path, Machine(ranks=1, gpu_mem=device, host_mem=host), step=Step(batch=1, seq=4),
+        precision=Precision(param_dtype=torch.bfloat16, cast_inputs=True, states=states),
+    ).fitting  # fmt: skip
+    fit = found.found[0].fits[0]
+    assert [each.heading for each in found.found] == [""]
+    assert (fit.way.offload is None) == (device == "60MB")
+    assert arguments(of_fit(fit, {}, {}))["precision"].states == states
+    runs_as_planned(fit, 1, tmp_path)
+
+
 def runs_as_planned(fit, ranks, folder):
     """Run the line of a fit; its bytes are the plan's, in every tier."""
     line = of_fit(fit, {}, {})

@@ -33,6 +33,10 @@ FORMATS = {
     "fp32-fp8": (Precision(fp8=["1.*.weight", "*2.0.weight"], scaling="128x128"), "ordered"),
     "int8": (Precision(param_dtype=torch.float32), "int8"),
     "int8-split": (Precision(**BF16, split_master=True), "int8"),
+    "states16": (Precision(param_dtype=torch.float32, states={"*": torch.bfloat16}), "ordered"),
+    "one-state16": (Precision(**BF16, states={"exp_avg": torch.bfloat16}, rounding="stochastic"), "ordered"),
+    "states16-split": (Precision(**BF16, split_master=True, states={"*": torch.bfloat16}), "ordered"),
+    "states16-fp8": (Precision(**BF16, fp8=LINEAR, states={"*": torch.bfloat16}), "ordered"),
     "int8-fp8": (Precision(**BF16, fp8=LINEAR), "int8"),
 }
 NAMES = {"exp_avg": "m", "exp_avg_sq": "v"}
@@ -121,7 +125,7 @@ def passed_by_the_engine(stage, which):
         model(x).float().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    held, passed = {}, dict.fromkeys(("gather", "reduce", "joined"), 0)
+    held, passed = {}, dict.fromkeys(("gather", "reduce", "joined", "decoded"), 0)
     for _, _, state, nbytes in zero._engine.ledger.record.held:
         held[state] = nbytes
         now = {"gather": held.get("gather", 0) + held.get("prefetch", 0)}
@@ -134,7 +138,8 @@ def passed_by_the_engine(stage, which):
 @pytest.mark.parametrize("which", FORMATS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_rests_and_passes_is_what_a_run_holds(ranks, stage, which):
-    """On each of two ranks: every state, and the most of gathers, of messages, and of split masters that are joined."""
+    """On each of two ranks: every state, and the most of gathers, of messages, of split masters that are joined, and of
+    states in 16 bits that are decoded."""
     precision, reduce = FORMATS[which]
     recipe = formats.sent_by(formats.engines(precision, None), Comm(reduce=reduce))
     for rank, (held, passed, cut) in enumerate(ranks.run(2, passed_by_the_engine, stage, which)):
@@ -146,7 +151,7 @@ def test_what_rests_and_passes_is_what_a_run_holds(ranks, stage, which):
         assert {each: max(instant.nbytes.get(each, 0) for instant in found) for each in passed} == passed
 
 
-@pytest.mark.parametrize("which", ["split", "int8-split", "int8"])
+@pytest.mark.parametrize("which", ["split", "int8-split", "int8", "states16"])
 def test_a_number_is_planned_as_shapes_that_divide_evenly(tmp_path, which):
     """At rest in every tier, and what a step gathers and sums."""
     path = tmp_path / "m.json"
@@ -188,6 +193,11 @@ REFUSED = {
     "own masters": ({"precision": Precision(**BF16, split_master=True), "optimizer": "pure-bf16"}, "are fp32"),
     "split in backward": (
         {"precision": Precision(**BF16, split_master=True), "optimizer_in_backward": True}, "for jobs only",
+    ),
+    "no such state": ({"precision": Precision(states={"exp_avg_sqq": torch.bfloat16})}, "(?s)does not keep.*exp_avg_sq"),
+    "no states": ({"params": 7e9, "precision": Precision(states={"*": torch.bfloat16}), "optimizer": "sgd"}, "does not keep"),
+    "states beside bf16": (
+        {"precision": Precision(**BF16, states={"*": torch.bfloat16}), "optimizer": "pure-bf16"}, "updates in float32",
     ),
     "native": ({"comm": Comm(reduce="native")}, "Comm.reduce: for jobs only"),
     "codes between blocks": ({"comm": Comm(reduce="int8"), "layout": Layout(align=64)}, "no cut may fall inside"),

@@ -52,6 +52,13 @@ def planned(monkeypatch, capsys):
                 "offload": Offload(optimizer="nvme", path="/a/local/disk"),
             },
         ),
+        (
+            "--params 7B --precision bf16-states16-drawn --stage 2",
+            {
+                "stage": 2,
+                "precision": dataclasses.replace(BF16, states={"*": torch.bfloat16}, rounding="stochastic"),
+            },
+        ),
         (f"{CLUSTER} --gpu-mem 12GB", {"stage": 3, "precision": BF16, "comm": Comm(replicas=8, optimizer="all")}),
         (f"{JOB} --ranks 2 --stage 1 --precision bf16", {"stage": 1, "precision": BF16}),
         (

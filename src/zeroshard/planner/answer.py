@@ -31,8 +31,8 @@ class StagePlan:
 
     states: at rest, by state; padding has a row of its own, but in a job's plan is part of each state. tiers: the same
     by where they rest; files have buffers, "staging", in host memory. rounding: what whole pages of pinned memory take
-    beyond that. pinned: what pieces of it take at most through which sums and weights pass. files: on the disk, in
-    whole pages. moves: read from files and written to them in a step.
+    beyond that. pinned: what pieces of it take at most through which sums and weights pass, and states of 16 bits while
+    the host steps them in fp32. files: on the disk, in whole pages. moves: read from files and written to them a step.
     instants, peak: what passes through the device beside what rests there, and the most of both together (None in the
     closed form, which knows no units). activations: what a job's forward keeps for backward. working: the most alive at
     once of what its operators make, activations included; it has to fit beside the peak, though both need not come at

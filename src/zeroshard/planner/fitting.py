@@ -30,6 +30,7 @@ from .from_shapes import LaidOut, with_activations
 from .gpus import usable
 from .instants import CAST, peak
 from .quantities import size
+from .question import spelled
 from .recipes import Recipe
 from .transformer import Body
 
@@ -372,9 +373,9 @@ def numbers_of(recipe: Recipe, precision: Precision | None = None) -> list[Numbe
     asked = precision_of(recipe, stored=True)
     if precision is not None:
         plain = type(precision)()
-        asked = {name: repr(value) for name, value in vars(precision).items() if value != getattr(plain, name)}
+        asked = {name: spelled(value) for name, value in vars(precision).items() if value != getattr(plain, name)}
     found = list(_whole_and_split("", recipe, asked))
-    if asked is None:
+    if asked is None or recipe.narrow:
         return found
     adam = {"m": 4, "v": 4}
     wide = recipe.parameters == 4 and recipe.gradients == 4

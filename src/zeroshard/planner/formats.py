@@ -25,11 +25,14 @@ if TYPE_CHECKING:
 
     from ..policies.precision import Precision
 
+# Where a recipe has shorter names for states than torch's optimizers: {its name: theirs}.
+STATES = {"m": "exp_avg", "v": "exp_avg_sq", "momentum": "momentum_buffer"}
 NARROW, WIDE = 2, 4  # bytes of dtypes: with masters of another one, and the widest that recipes have
 
 # Fields of `Precision` that say how many bytes a parameter takes, or that change none; a job's plan counts all.
 COUNTED = (
     "param_dtype", "reduce_dtype", "grad_dtype", "store_params", "cast_inputs", "split_master", "fp8", "scaling",
+    "states", "rounding",
 )  # fmt: skip
 
 
@@ -51,6 +54,8 @@ def engines(precision: Precision, optimizer: str | None) -> Recipe:
             "masters that are split, or rounded to 8 bits, are fp32", got=f"optimizer={optimizer!r}",
             instead='Model(..., optimizer="adamw")',
         )  # fmt: skip
+    if precision.narrow_states:
+        plain = _with_narrow_states(plain, precision)
     if precision.splits(param):
         plain = recipes.with_split_masters(plain)
     return _in_8_bits(plain, precision) if precision.fp8 else plain
@@ -77,10 +82,10 @@ def of_model(
     for what, found in several.items():
         if len(found) > 1:
             raise UserError(f"{who} counts {what} of one kind", got=", ".join(map(str, found)), instead=instead)
-    if precision.narrow:
+    if precision.rounds_updates:
         raise UserError(
-            f"{who} counts optimizer states in the dtype of what is updated",
-            got=f"states={dict(precision.states)!r}, rounding={precision.rounding!r}", instead=instead,
+            f"{who} counts parameters in the dtype in which they are updated",
+            got=f"master_dtype={precision.master_dtype}, rounding={precision.rounding!r}", instead=instead,
         )  # fmt: skip
     if along:
         raise UserError(f"{who} does not count parameters along an axis", got="Layout(along=...)", instead=instead)
@@ -93,6 +98,33 @@ def of_model(
     except UserError as error:
         raise UserError(f"{who} does not know the states of this optimizer", got=named[0], instead=instead) from error
     return sent_by(recipe, comm)
+
+
+def _with_narrow_states(plain: Recipe, precision: Precision) -> Recipe:
+    """Give a recipe the states that a `Precision` names in 16 bits."""
+    import torch
+
+    from ..policies.precision import OTHERS
+
+    wide = {
+        STATES.get(state, state): state
+        for state, nbytes in plain.optimizer.items()
+        if state != "master" and nbytes == recipes.WIDE_STATE
+    }
+    if plain.updated != WHOLE_MASTER:
+        raise UserError(
+            "states rest in 16 bits of parameters that the optimizer updates in float32",
+            got=f"{plain.name}, and states={dict(precision.states)!r}", instead="Precision() without states",
+        )  # fmt: skip
+    for name in precision.states:
+        if name not in wide and not (name == OTHERS and wide):
+            raise UserError(
+                "Precision.states names a state that the optimizer does not keep for each element of a parameter",
+                expected=f"one of {sorted(wide)}" if wide else "an optimizer that keeps a state in float32",
+                got=repr(name), instead=nearest(name, sorted(wide)) if wide else "Precision() without states",
+            )  # fmt: skip
+    narrow = (state for name, state in wide.items() if precision.state(name) is not torch.float32)
+    return recipes.with_narrow_states(plain, frozenset(narrow))
 
 
 def _in_8_bits(plain: Recipe, precision: Precision) -> Recipe:

@@ -117,17 +117,20 @@ def _recipe(run: Simulation) -> recipes.Recipe:
             if master_of(formats, alone, at, one_memory=one_memory) is Master.ALONE:
                 cast += numel[bucket.index] * formats.computed.itemsize
     per_tensor: dict[str, int] = {}
+    decoded: set[str] = set()  # states of buckets that are decoded for a step
     for optimizer, group, places in zero._engine.optimizer_members():
         for bucket, slot in places:
             if bucket.trainable:
                 shape = optimizers.asked_with(optimizer, slot.shape)
                 precision = zero._engine.precision.of_bucket(bucket)
-                stepped = precision.stepped(zero._engine.formats(bucket).master)
+                master = zero._engine.formats(bucket).master
+                stepped = precision.stepped(master)
                 found = optimizers.probe(optimizer, group, stepped, shape)
                 for state, asked in found.items():
                     nbytes, grows = asked.at_rest(precision.state(state)).kept(slot.shape)
                     if grows:
                         add(state, -(-slot.numel // grows) * nbytes)
+                        decoded |= {state} if precision.decodes(master) else set()
                     elif asked.sides:
                         add(state, nbytes)
                     else:
@@ -137,7 +140,9 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
     early = zero._engine.asked.in_backward
     kept = parameters, gradients, optimizer_states
-    return recipes.Recipe("the job's own", *kept, None, per_tensor, cast=share, in_backward=early)
+    return recipes.Recipe(
+        "the job's own", *kept, None, per_tensor, cast=share, in_backward=early, narrow=frozenset(decoded)
+    )
 
 
 def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:

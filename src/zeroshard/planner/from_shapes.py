@@ -73,12 +73,16 @@ class LaidOut:
         shown: dict[str, Any] = {"names": self._names, "several": self._several, "resting": resting, "shares": shares}
         shown |= {"prefetch": asked.comm.prefetch, "in_flight": asked.in_flight, "staged": asked.accelerator, **how}
         shown |= {"rooms": instants.rooms_of(holding)}
-        found = instants.instants(cut, placements, instants.item_sizes(recipe), rank, **shown)
+        sizes = instants.item_sizes(recipe)
+        found = instants.instants(cut, placements, sizes, rank, **shown)
         peak, peak_at = instants.peak(tiers.get(DEVICE, {}), found)
         whole = recipes.with_masters(recipes.cast_here(recipe.averaged(eighths), asked.fractions), asked.fractions)
         beside = {} if resting is None else _filed(holding)
         if resting is not None:
             beside["pinned"] = holding.pinned() if asked.accelerator else 0
+            beside["pinned"] += instants.most_decoded(
+                cut, placements, sizes, holding.seats, resting, there=there, host=True
+            )
         moved = traffic.STILL
         if not bytes_alone:
             moved = states.recipe_traffic(cut, placements, rank, recipe, shares=shares, **how)

@@ -7,7 +7,7 @@
                           running sums of those that K replicas hand on, up to K more
     step                  one bucket's gradients in the masters' dtype, where that is another; its split masters,
                           joined; masters on their way to the parameters' dtype, if either rests elsewhere; states that
-                          rest elsewhere and are stepped here: of three buckets
+                          rest elsewhere and are stepped here: of three buckets; one bucket's states of 16 bits, in fp32
     gather                after the step, into the replicated parameters' own memory: nothing
 
     peak = states at rest + the most of these
@@ -33,7 +33,7 @@ from .recipes import CODED, Recipe, exact
 from .states import STAGING, At, Holding, Seats
 
 GATHER, REDUCE, UPCAST, BUILD, LENT, GRADIENTS = "gather", "reduce", "upcast", "build", "lent", "gradients"
-JOINED, CAST = "joined", "cast"
+JOINED, CAST, DECODED = "joined", "cast", "decoded"
 
 
 class Rooms(NamedTuple):
@@ -59,6 +59,7 @@ class ItemSizes(NamedTuple):
     coded: bool = False  # are gradients sent as codes of 8 bits?
     split: bool = False  # are masters joined for a step, wherever parameters rest beside them?
     in_8_bits: ItemSizes | None = None  # of buckets whose parameters rest in 8 bits
+    decoded: Fraction | int = 0  # of states in 16 bits, while they are fp32
 
     def of(self, bucket: BucketPlan) -> ItemSizes:
         """Return the item sizes of a bucket."""
@@ -111,7 +112,7 @@ def item_sizes(recipe: Recipe) -> ItemSizes:
     return ItemSizes(
         exact(recipe.parameters), exact(recipe.gradients), exact(recipe.reduced), exact(recipe.updated),
         recipe.in_backward, None if recipe.computed is None else exact(recipe.computed),
-        recipe.coded, recipe.split, None if eighths is None else item_sizes(eighths),
+        recipe.coded, recipe.split, None if eighths is None else item_sizes(eighths), exact(recipe.decoded),
     )  # fmt: skip
 
 
@@ -230,7 +231,8 @@ def _under_way(
         joined = max(each, default=0)
     there = rooms is not None
     cast = _most_cast(partition, placements, sizes, seats, resting, there=there) if sizes.in_backward else 0
-    found = {at: _some(table, {JOINED: joined, CAST: cast}) for at, table in found.items()}
+    decoded = most_decoded(partition, placements, sizes, seats, resting, there=there) if sizes.in_backward else 0
+    found = {at: _some(table, {JOINED: joined, CAST: cast, DECODED: decoded}) for at, table in found.items()}
     if sizes.in_backward and rooms is not None:
         found = {at: {**table, STAGING: rooms.one} for at, table in found.items()}
     return _leaving(partition, sizes, seats, resting, found) if staged else found
@@ -307,7 +309,23 @@ def _step(
     upcast = max((_upcast(b, placements, sizes, seats.of(b), resting, there=there) for b in trained), default=0)
     cast = _most_cast(partition, placements, sizes, seats, resting, there=there)
     passing = {UPCAST: upcast} if upcast > cast else {CAST: cast}  # a bucket's averages go before its masters come
-    return {**passing, JOINED: max(joined, default=0), STAGING: rooms.most if rooms is not None else 0}
+    decoded = most_decoded(partition, placements, sizes, seats, resting, there=there)
+    staged = rooms.most if rooms is not None else 0
+    return {**passing, JOINED: max(joined, default=0), DECODED: decoded, STAGING: staged}
+
+
+def most_decoded(
+    partition: Partition, placements: Placements, sizes: ItemSizes, seats: Seats, resting: At | None, *, there: bool,
+    host: bool = False,
+) -> int:  # fmt: skip
+    """Return the most that a bucket's states of 16 bits take while they are fp32, on the device or on the host."""
+
+    def nbytes(bucket: BucketPlan) -> int:
+        first, last = bucket.held(seats.of(bucket), placements.optimizer)
+        on_host = not (there or _on_device(resting, bucket, "optimizer"))
+        return _nbytes(last - first, sizes.of(bucket).decoded) * (on_host is host)
+
+    return max((nbytes(bucket) for bucket in partition.buckets if bucket.trainable), default=0)
 
 
 def _most_cast(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .question import spelled
 
 if TYPE_CHECKING:
     from .fitting import Fit
@@ -55,7 +56,7 @@ class Call(NamedTuple):
 
 def policy(name: str, told: Mapping[str, Any]) -> Call:
     """Write a policy as an argument: `offload=zeroshard.Offload(...)`."""
-    values = {field: json.dumps(value) if type(value) in (str, dict) else repr(value) for field, value in told.items()}
+    values = {field: value if isinstance(value, Word) else spelled(value) for field, value in told.items()}
     return Call(f"{name.lower()}=zeroshard.{name}", [f"{field}={value}" for field, value in values.items()])
 
 

@@ -297,5 +297,7 @@ def spelled(value: object) -> str:
     """Write a value as in a call: text and paths in double quotes, functions by name."""
     if isinstance(value, (str, os.PathLike)):
         return json.dumps(os.fspath(value), ensure_ascii=False)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{spelled(key)}: {spelled(each)}" for key, each in value.items()) + "}"
     name = getattr(value, "__name__", None)
     return repr(value) if name is None else "function" if "<" in name else name  # a lambda has no name

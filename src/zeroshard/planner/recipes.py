@@ -22,6 +22,7 @@ PADDING = "padding"
 Fractions = Mapping[str, Mapping[str, Fraction]]  # {tier: {"parameters", "gradients", "optimizer": the fraction there}}
 CODED = Fraction(132, 128)  # bytes of an element that is sent in 8 bits: codes, and a scale for each 128
 SPLIT_MASTER, WHOLE_MASTER = Fraction(SPLIT_BITS, 8), Fraction(4)
+NARROW_STATE, WIDE_STATE = Fraction(2), Fraction(4)  # of an optimizer's state, per element
 Bytes = Fraction  # per parameter; 8-bit optimizers keep scales per block, so it need not be whole
 
 
@@ -37,6 +38,7 @@ class Recipe:
     computed: bytes of one element as modules compute with it (None: the parameters').
     in_8_bits, scaling: of buckets whose parameters rest in 8 bits, the recipe, and how large a tile of one scale is.
     per_tensor: bytes per parameter tensor and rank, whatever its size: step counters. Only a layout knows how many.
+    narrow: the optimizer's states that rest in 16 bits, and are fp32 while a bucket is stepped.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Recipe:
     computed: Bytes | None = None
     in_8_bits: Recipe | None = None
     scaling: str = "tensor"
+    narrow: frozenset[str] = frozenset()
 
     def of(self, bucket: BucketPlan) -> Recipe:
         """Return the recipe of a bucket."""
@@ -99,6 +102,11 @@ class Recipe:
     def updated(self) -> Bytes:
         """Bytes of one element of what the optimizer updates: the master, or the parameter itself."""
         return WHOLE_MASTER if self.split else self.optimizer.get("master", self.parameters)
+
+    @property
+    def decoded(self) -> Bytes:
+        """Bytes per element that narrow states take beside their own while a bucket is stepped."""
+        return WIDE_STATE * len(self.narrow)
 
     @property
     def saved(self) -> Bytes:
@@ -223,6 +231,13 @@ def with_split_masters(recipe: Recipe) -> Recipe:
     """Return the recipe with the bits that parameters lack in place of whole masters."""
     kept = MappingProxyType({**recipe.optimizer, "master": SPLIT_MASTER})
     return replace(recipe, name=f"{recipe.name}, split masters", optimizer=kept, split=True)
+
+
+def with_narrow_states(recipe: Recipe, narrow: frozenset[str]) -> Recipe:
+    """Return the recipe with these of the optimizer's states in 16 bits."""
+    kept = {state: NARROW_STATE if state in narrow else nbytes for state, nbytes in recipe.optimizer.items()}
+    name = f"{recipe.name}, optimizer states in 16 bits"
+    return replace(recipe, name=name, optimizer=MappingProxyType(kept), narrow=narrow)
 
 
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:

@@ -302,7 +302,11 @@ def of_recipe(
 
     seats = Seats(seat(rank, partition.ranks * replicas, replicas), along)
     accumulated = not recipe.in_backward
-    return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at, accumulated, {}, there)
+
+    def narrow(bucket: BucketPlan) -> bool:
+        return bucket.trainable and bool(recipe.of(bucket).narrow)
+
+    return Holding(partition, placements, seats, rests, lambda bucket, slot: kept, at, accumulated, {}, there, narrow)
 
 
 def _scales(bucket: BucketPlan, scaling: str) -> int:
@@ -377,7 +381,8 @@ def fullest_rank(
 
     def held(rank: int) -> tuple[Fraction, int]:
         mine, own = ranks[rank % len(ranks)], ranks[rank] if parts is None else parts[rank]
-        beside = (kept * own.numel + each * own.fragments) * bool(placements.optimizer)
+        filled = own.shard if recipe.narrow else own.numel  # those rest with padding, as files do
+        beside = (kept * filled + each * own.fragments) * bool(placements.optimizer)
         summed = own if placements.gradients is Degree.ALL else mine
         rests = own if placements.parameters is Degree.ALL else mine
         return stored * rests.shard + sums * summed.shard + master * own.shard + beside, rank

@@ -190,7 +190,11 @@ def test_the_choices_of_a_test_that_is_gone_meet_in_a_case(test, claim, choices)
 def assert_at_rest(case, held, planned):
     """What is held is what is planned. Of sums in files a rank that updates a bucket less needs a buffer less, which
     the plan counts: at stages 0 and 1, where shards are unequal."""
-    if case.rests in ("parts", "files") and case.stage < 2 and case.cut in ("one-vector", "no-tensor", "no-matrix"):
+    if (
+        case.rests in ("parts", "files", "files-unchecked")
+        and case.stage < 2
+        and case.cut in ("one-vector", "no-tensor", "no-matrix")
+    ):
         held, planned = ({**each, "host": dict(each["host"])} for each in (held, planned))
         assert held["host"].pop("staging") <= planned["host"].pop("staging")
     assert held == planned

@@ -1,5 +1,6 @@
 """Optimizer states that rest in 16 bits: half the bytes, and the same bits at any stage, tier and number of ranks."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -363,6 +364,58 @@ def test_small_updates_of_parameters_are_not_lost():
     assert abs(moved["stochastic"] - 64 / 4096) < 64 / 4096 * 0.05
 
 
+class Interrupted(torch.optim.AdamW):
+    """Raises once it has stepped, the first time."""
+
+    elementwise = True
+    raised = True
+
+    def step(self, closure=None):
+        super().step(closure)
+        if not self.raised:
+            self.raised = True
+            raise ArithmeticError("after the step")
+
+
+@pytest.mark.parametrize("states", [{}, {"exp_avg": BF16}, {"*": BF16}], ids=["fp32-states", "one", "bf16-states"])
+def test_a_step_that_raised_leaves_weights_and_states_as_far_as_each_other(states):
+    """As one of plain PyTorch's that raises after its last update, which is done."""
+    found = []
+    for raises in (False, True):
+        torch.manual_seed(SEED)
+        model = nn.Linear(8, 8).to(BF16)
+        optimizer = Interrupted(model.parameters(), lr=0.1)
+        zero = zeroshard.shard(model, optimizer, stage=2, precision=Precision(**DRAWN, states=states))
+        optimizer.raised = not raises
+        model(torch.ones(2, 8, dtype=BF16)).float().square().sum().backward()
+        with pytest.raises(ArithmeticError) if raises else contextlib.nullcontext():
+            optimizer.step()
+        zero.unshard()
+        kept = [value for state in optimizer.state.values() for value in state.values()]
+        found.append([*model.parameters(), *kept])
+    assert len(found[0]) == 8 and all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_what_is_unfrozen_is_saved_as_computed_with_in_fp32_and_loads_as_the_rest(tmp_path):
+    torch.manual_seed(SEED)
+    for number, how in enumerate((DRAWN, {"param_dtype": BF16, "master_dtype": BF16})):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(BF16)
+        model[1].requires_grad_(requires_grad=bool(number))
+        optimizer = torch.optim.AdamW(model.parameters())
+        zero = zeroshard.shard(model, optimizer, precision=Precision(**how))
+        if number:
+            zero.load(tmp_path / "saved")
+            assert {v.dtype for s in optimizer.state.values() for k, v in s.items() if k != "step"} == {BF16}
+        model[1].requires_grad_()
+        model(torch.ones(2, 8, dtype=BF16)).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not number:
+            zero.save(tmp_path / "saved")
+            told = json.loads((tmp_path / "saved" / "manifest.json").read_text())["manifest"]
+            assert {each[0] for each in told["narrow"]} == {name for name, _ in model.named_parameters()}
+
+
 def half_of_parameters(folder, states, stage, case, first, path):
     offload = Offload(**case, path=folder if "nvme" in case.values() else None)
     found = sharded_parameters(states, stage, offload=offload)
@@ -589,6 +642,16 @@ def test_a_plan_of_a_job_counts_16_bits(rounding):
     assert 2 * narrow >= wide > narrow  # the optimizer's own fp32 states have no padding
 
 
+def with_momentum():
+    return {**training.job("mlp"), "optimizer": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9)}
+
+
+def test_a_plan_of_a_job_asks_its_own_optimizer_for_the_names_of_states():
+    precision = Precision(states={"momentum_buffer": BF16})
+    (plan,) = zeroshard.plan(with_momentum, Machine(ranks=2), stage=2, precision=precision).stages
+    assert plan.states["momentum_buffer"]
+
+
 def refused(precision, optimizer=training.ADAMW, **settings):
     model = models.build("mlp")
     made = None if optimizer is None else optimizer(model.parameters())
@@ -641,6 +704,15 @@ REFUSED = {
         lambda: refused(DRAWN_PARAMETERS, offload=Offload("auto", gpu_mem="1GB", host_mem="1GB")),
         'Offload("auto") counts parameters in the dtype in which they are updated',
     ),
+    "beside keep": (
+        lambda: refused(Precision(param_dtype=BF16, states=BOTH, keep=["*.bias"]), offload=Offload("auto", gpu_mem="1GB", host_mem="1GB")),
+        "in the same formats",
+    ),
+    "fp32 parameters": (
+        lambda: refused(Precision(master_dtype=BF16, rounding="stochastic")), "rounded at random only where",
+    ),
+    "a name in fp32": (lambda: refused(Precision(states={"exp_avgs": FP32})), "['exp_avg', 'exp_avg_sq']"),
+    "an average": (lambda: refused(DRAWN_PARAMETERS).average(0.99), "an average moves by less"),
     "DCP": (lambda: stepped(lambda zero, _: zero.state_dict()), "in 16 bits"),
 }  # fmt: skip
 

@@ -300,7 +300,7 @@ def pieces(running: ModelState) -> Iterator[Piece]:
             own, at = slot.within(*bucket.saves), bucket.among(slot).offset
             if own.numel:
                 value = bucket.updating.part(slot.start + own.start, slot.start + own.stop)
-                wide = bucket.tiers["optimizer"].decodes if bucket.plan.trainable else None
+                wide = bucket.tiers["optimizer"].decodes if bucket.gradients is not None else None
                 computed = "" if wide is None else DTYPES[wide]
                 yield Piece(slot.name, VALUE, at + own.start, at + own.stop, value.plain(), computed=computed)
                 mean = None if running.moving is None else running.moving.part(bucket, slot, own.start, own.stop)

@@ -382,7 +382,7 @@ def _stage_value(running: ModelState, saved: Saved, name: str, staged: Staged) -
     if mean is not None:
         staged.fills.append((mean, _wanted(saved, (name, AVERAGE), bucket, slot, *updated)))
     own = bucket.updating.dtype
-    if bucket.plan.trainable and bucket.tiers["optimizer"].decodes and saved.dtypes[key].itemsize > own.itemsize:
+    if bucket.gradients is not None and bucket.tiers["optimizer"].decodes and saved.dtypes[key].itemsize > own.itemsize:
         staged.rounded["parameters"] = own
     if bucket.master is not None:
         staged.masters[name] = value if alone else _wanted(saved, key, bucket, slot, *updated)

@@ -155,6 +155,14 @@ class MovingAverageFeature(Feature):
 
     def average(self, decay: float, engine: Engine) -> MovingAverage:
         optimizers = [binding.optimizer for binding in engine.bindings]
+        if engine.precision.rounds_updates:
+            raise UserError(
+                "an average moves by less than bfloat16 shows, and parameters that are rounded at random have no "
+                "float32 copy",
+                where="zero.average(...)",
+                got='Precision(master_dtype=torch.bfloat16, rounding="stochastic")',
+                instead="Precision() without master_dtype",
+            )
         made = MovingAverage(decay, engine.buckets, engine.schedule, optimizers, weak(engine.meet_for_checkpoint))
         engine.reduction.subscribers.append(_Averaging(made))
         return made

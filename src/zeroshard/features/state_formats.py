@@ -82,22 +82,23 @@ class Narrow(Rest):
 
     @contextlib.contextmanager
     def here(self, *, changed: bool = True, fresh: bool = False) -> Iterator[Tensor]:
-        """Decode the state for the block, and round it again if it was changed. After an exception it is not: the step
-        is lost."""
+        """Decode the state for the block, and round it again if it was changed, after an exception too: then an
+        optimizer's states are as far as its parameters, as in plain PyTorch."""
         if self._decoded is not None:
             yield self._decoded
             self._dirty |= changed
             return
         with self.home.here(changed=False, fresh=fresh) as stored, self._of.memory(self._numel) as self._decoded:
-            self._dirty = changed
+            self._dirty, counts = changed, not fresh
             try:
                 if not fresh:
                     self._decoded.copy_(stored)
                 yield self._decoded
-                if self._dirty:
+                counts = True
+            finally:
+                if self._dirty and counts:
                     with self.home.here(fresh=True):
                         self._of.round(stored, self._decoded, 0, self._key, self._steps)
-            finally:
                 self._decoded = None
 
     @contextlib.contextmanager
@@ -170,8 +171,10 @@ class NarrowTier(Tier):
     @contextlib.contextmanager
     def decoded(self, updated: Tensor, steps: Steps) -> Iterator[Tensor]:
         with self.memory(updated.numel()) as decoded:
-            yield decoded.copy_(updated)
-            self.round(updated, decoded, 0, UPDATED, steps)
+            try:
+                yield decoded.copy_(updated)
+            finally:
+                self.round(updated, decoded, 0, UPDATED, steps)
 
     def round(self, stored: Tensor, decoded: Tensor, start: int, key: str, steps: Steps) -> None:
         """Store fp32 numbers in 16 bits. start: the place of the first among those that this rank updates of the
@@ -280,10 +283,17 @@ class StateFormatsFeature(Feature):
 
     def check(self, assembly: Assembly, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         precision = assembly.precision
-        if not precision.narrow:
-            return
-        check_by_bucket(optimizers)
-        if not precision.narrow_states:
+        check_by_bucket(optimizers if precision.narrow else ())
+        for plan in assembly.partition.buckets:
+            own = precision.formats(plan)
+            if plan.trainable and own.master is torch.bfloat16 is not own.parameters and precision.rounds_updates:
+                raise UserError(
+                    "bfloat16 masters are rounded at random only where parameters are bfloat16, and have no masters",
+                    where=f"parameter {plan.slots[0].name!r}",
+                    got=f"{own.parameters}, and master_dtype=torch.bfloat16",
+                    instead='Precision(param_dtype=torch.bfloat16, master_dtype=torch.bfloat16, rounding="stochastic")',
+                )
+        if not precision.states:
             return
         for plan in assembly.partition.buckets:
             master = precision.stepped(precision.formats(plan).master)

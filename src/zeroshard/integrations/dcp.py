@@ -123,8 +123,8 @@ def state_dict(running: ModelState) -> dict[str, Any]:
         raise UserError(
             "torch.distributed.checkpoint wants all states in memory, and some rest in files, in halves, in 16 bits, "
             "or beside the device that steps them",
-            expected='no state in "nvme", states that the host steps, Offload(step="host"), no split_master and no '
-            "Precision.states",
+            expected='no state in "nvme", states that the host steps, Offload(step="host"), no split_master, no '
+            "Precision.states and no Precision.rounding",
             instead="zero.save(folder), which reads them bucket by bucket",
         )  # fmt: skip
     if cut := [slot.name for bucket in running.buckets for slot in bucket.plan.slots if slot.cut]:

@@ -87,6 +87,11 @@ def of_model(
             f"{who} counts parameters in the dtype in which they are updated",
             got=f"master_dtype={precision.master_dtype}, rounding={precision.rounding!r}", instead=instead,
         )  # fmt: skip
+    if precision.narrow_states and precision.keep:
+        raise UserError(
+            f"{who} counts the states of all parameters in the same formats",
+            got=f"keep={precision.keep!r}, and states={dict(precision.states)!r}", instead=instead,
+        )  # fmt: skip
     if along:
         raise UserError(f"{who} does not count parameters along an axis", got="Layout(along=...)", instead=instead)
     if told and told[0].itemsize > WIDE and precision.param_dtype is None:
@@ -96,7 +101,8 @@ def of_model(
     try:
         recipe = engines(precision, named[0] if named else None)
     except UserError as error:
-        raise UserError(f"{who} does not know the states of this optimizer", got=named[0], instead=instead) from error
+        what = f"{who} does not know the states of this optimizer"
+        raise UserError(what, got=f"{named[0]}: {error}", instead=instead) from error
     return sent_by(recipe, comm)
 
 

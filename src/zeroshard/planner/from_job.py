@@ -117,7 +117,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
             if master_of(formats, alone, at, one_memory=one_memory) is Master.ALONE:
                 cast += numel[bucket.index] * formats.computed.itemsize
     per_tensor: dict[str, int] = {}
-    decoded: set[str] = set()  # states of buckets that are decoded for a step
+    padded = False
     for optimizer, group, places in zero._engine.optimizer_members():
         for bucket, slot in places:
             if bucket.trainable:
@@ -130,7 +130,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
                     nbytes, grows = asked.at_rest(precision.state(state)).kept(slot.shape)
                     if grows:
                         add(state, -(-slot.numel // grows) * nbytes)
-                        decoded |= {state} if precision.decodes(master) else set()
+                        padded |= precision.decodes(master)
                     elif asked.sides:
                         add(state, nbytes)
                     else:
@@ -140,9 +140,7 @@ def _recipe(run: Simulation) -> recipes.Recipe:
     optimizer_states = {state: Fraction(nbytes, total) for state, nbytes in sums.items()}
     early = zero._engine.asked.in_backward
     kept = parameters, gradients, optimizer_states
-    return recipes.Recipe(
-        "the job's own", *kept, None, per_tensor, cast=share, in_backward=early, narrow=frozenset(decoded)
-    )
+    return recipes.Recipe("the job's own", *kept, None, per_tensor, cast=share, in_backward=early, padded=padded)
 
 
 def _stage(run: Simulation, recipe: recipes.Recipe) -> StagePlan:

@@ -337,6 +337,8 @@ def _check_recipe(model: Model, precision: object) -> None:
 
 def _recipe(model: Model, precision: Precision | None, comm: Comm) -> Recipe:
     """Return the bytes per parameter that are asked for; of a job they are not looked at."""
+    if precision is not None and model.job is not None:
+        precision = dataclasses.replace(precision, states={}, rounding="nearest")  # its optimizers are asked
     if precision is not None:
         return formats.sent_by(formats.engines(precision, model.optimizer), comm)
     chosen = recipes.recipe(model.preset or "zeroshard", optimizer=model.optimizer, custom=model.bytes)

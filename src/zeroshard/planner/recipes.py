@@ -39,6 +39,7 @@ class Recipe:
     in_8_bits, scaling: of buckets whose parameters rest in 8 bits, the recipe, and how large a tile of one scale is.
     per_tensor: bytes per parameter tensor and rank, whatever its size: step counters. Only a layout knows how many.
     narrow: the optimizer's states that rest in 16 bits, and are fp32 while a bucket is stepped.
+    padded: do the optimizer's states rest with their buckets' padding, since some of a bucket is decoded for a step?
     """
 
     name: str
@@ -56,6 +57,7 @@ class Recipe:
     in_8_bits: Recipe | None = None
     scaling: str = "tensor"
     narrow: frozenset[str] = frozenset()
+    padded: bool = False
 
     def of(self, bucket: BucketPlan) -> Recipe:
         """Return the recipe of a bucket."""
@@ -237,7 +239,7 @@ def with_narrow_states(recipe: Recipe, narrow: frozenset[str]) -> Recipe:
     """Return the recipe with these of the optimizer's states in 16 bits."""
     kept = {state: NARROW_STATE if state in narrow else nbytes for state, nbytes in recipe.optimizer.items()}
     name = f"{recipe.name}, optimizer states in 16 bits"
-    return replace(recipe, name=name, optimizer=MappingProxyType(kept), narrow=narrow)
+    return replace(recipe, name=name, optimizer=MappingProxyType(kept), narrow=narrow, padded=bool(narrow))
 
 
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:

@@ -381,7 +381,7 @@ def fullest_rank(
 
     def held(rank: int) -> tuple[Fraction, int]:
         mine, own = ranks[rank % len(ranks)], ranks[rank] if parts is None else parts[rank]
-        filled = own.shard if recipe.narrow else own.numel  # those rest with padding, as files do
+        filled = own.shard if recipe.padded else own.numel  # those rest with padding, as files do
         beside = (kept * filled + each * own.fragments) * bool(placements.optimizer)
         summed = own if placements.gradients is Degree.ALL else mine
         rests = own if placements.parameters is Degree.ALL else mine

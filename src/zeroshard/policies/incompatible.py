@@ -86,7 +86,8 @@ def settings(
     """
     if precision is not None:
         names = ("reduce_dtype", "nonfinite", "split_master", "fp8")
-        others |= {name: getattr(precision, name) for name in (*names, "narrow")}
+        others |= {name: getattr(precision, name) for name in names}
+        others["narrow"] = precision.narrow or bool(precision.states)  # whose names are looked at
     if offload is not None:
         others |= {"once": offload.once, "gradients": gradients_of(offload), "files": offload.in_files}
         others |= {"activations": offload.activations, "automatic": offload.automatic}

@@ -273,14 +273,14 @@ def check_settings(partition: Partition, layout: Layout, comm: Comm, precision: 
     """Refuse settings that contradict each other."""
     for plan in (plan for plan in partition.buckets if plan.trainable and not plan.whole):
         own = getattr(torch, plan.dtype.removeprefix("torch."))
-        updated = precision.of_bucket(plan).master(own)
+        updated = precision.of_bucket(plan).stepped(precision.of_bucket(plan).master(own))
         if partition.align < BLOCK and layout.bounds != "tensor" and updated.itemsize < 4:
             raise UserError(
                 "optimizers' 16-bit kernels round elsewhere where a cut ends a vector",
                 where=f"parameter {plan.slots[0].name!r}",
                 expected="Layout(align=128), or fp32 masters",
                 got=f"align={partition.align}, and updates in {updated}",
-                instead="the default align, or Precision() without master_dtype",
+                instead='the default align, Precision() without master_dtype, or rounding="stochastic" beside it',
             )
     if comm.reduce == "native" and not partition.even:
         raise UserError(

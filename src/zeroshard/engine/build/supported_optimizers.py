@@ -217,8 +217,8 @@ def check_by_bucket(optimizers: Sequence[Any]) -> None:
                 "may not allow",
                 where=type(optimizer).__name__,
                 expected=f"one of {sorted(BY_TENSOR)}, or an attribute elementwise = True on the class",
-                instead="Offload(), no split_master and no Precision.states; or set elementwise = True if each element "
-                "is updated by itself",
+                instead="Offload(), no split_master, no Precision.states and no Precision.rounding; or set "
+                "elementwise = True if each element is updated by itself",
             )
 
 

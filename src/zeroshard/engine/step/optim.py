@@ -286,7 +286,7 @@ class Binding(Transaction):
             raise StateError(
                 "torch.compile(optimizer.step), where buckets are stepped one after the other, which is not compiled",
                 where=f"optimizer {self.number}, rank {self.group.rank}",
-                expected="states on the device, none of them in a format of Precision.states, and gradients in the "
+                expected="states on the device, none of them rounded by a Precision, and gradients in the "
                 "dtype that the optimizer updates",
                 instead="optimizer.step() without torch.compile",
             )

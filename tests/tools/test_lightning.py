@@ -205,7 +205,11 @@ def test_meta_evaluation_and_refusals(tmp_path):
     plain = ranks.run(1, plain_checkpoint, tmp_path, group="env", timeout=LIMIT)
     assert plain == [None]
     for told, refused in ranks.run(2, other_ways, tmp_path, group="env", timeout=LIMIT):
-        assert told[0] == told[1] == told[3] and told[2] and told[4]
+        assert (
+            told[2] and told[4]
+        )  # weights have the same bits; where they lie in memory, a processor may round otherwise
+        for found in (told[1], told[3]):
+            assert [each["val"] for each in found] == pytest.approx([each["val"] for each in told[0]], rel=1e-6)
         assert "sharded by an earlier fit" in refused[0]
         assert "plain.ckpt" in refused[1] and "load_from_checkpoint" in refused[1]
 

@@ -465,9 +465,42 @@ def second_forward(stage: int):
         optimizer.zero_grad()
 
 
+def goes_on_with(other: bool, stage: int, where: str):
+    """All ranks raise in one model and go on with another, rank 0 late; the first one stays as it was left.
+
+    other: is the second model there before? Else it is sharded afterwards.
+    """
+    model, optimizer, _ = built(stage, {})
+    second = built(stage, {}) if other else None
+    failures = Failures(where, {0: [[*range(rank_processes.world())]]}, model, optimizer)
+    failures.step = 0
+    with pytest.raises(Failed):
+        attempt(model, optimizer, failures, {})
+    if rank_processes.rank() == 0:
+        late()
+    second = second or built(stage, {})
+    for step in range(2):
+        loss = second[0](batch(step)).square().mean()
+        if rank_processes.rank() == 0:
+            late()
+        loss.backward()
+        second[1].step()
+        second[1].zero_grad()
+
+
+def another_model(stage: int):
+    goes_on_with(True, stage, "forward")
+    goes_on_with(True, stage, "backward")
+
+
+def a_new_model(stage: int):
+    goes_on_with(False, stage, "forward")
+    goes_on_with(False, stage, "backward")
+
+
 @pytest.mark.row(3)
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("program", [caught_inside, skipped, second_view, second_forward])
+@pytest.mark.parametrize("program", [caught_inside, skipped, second_view, second_forward, another_model, a_new_model])
 def test_an_exception_that_one_rank_goes_on_from_ends_no_wait(ranks, program, stage):
     """However late that rank is: nothing is raised on any rank."""
     ranks.run(2, program, stage, **LIMITS)

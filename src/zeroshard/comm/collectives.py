@@ -209,7 +209,7 @@ class Link:
         verb = self.progress.awaited[0] if self.progress.awaited else ""
         backward = verb.startswith("backward") and not self.progress.left
         looked_at = next_looked_at(stream.members, self.rank, turn)
-        told = groups.watch.look(looked_at, groups.ranks[self.rank], launches())
+        told = groups.watch.look(looked_at, groups.ranks[self.rank], self.engine, launches())
         if stream.lazy and any(each.silence == GONE for each in told.values()):
             # Gloo waits for a rank that has ended before the two were connected, some versions beyond the time-out
             # (pytorch/gloo issue 520).
@@ -222,7 +222,7 @@ class Link:
 
     def _look_at_absent(self, absent: list[int]) -> None:
         """Leave a levelling to this rank's next verb if one of the `absent` ranks waits for this rank elsewhere."""
-        told = self.groups.watch.look(absent[:LOOKS], self.groups.ranks[self.rank], launches())
+        told = self.groups.watch.look(absent[:LOOKS], self.groups.ranks[self.rank], self.engine, launches())
         if left := {rank: each.left.stands_in for rank, each in told.items() if each.left and each.left.stands_in}:
             self._leave(left)
 

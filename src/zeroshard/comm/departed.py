@@ -5,9 +5,10 @@ the other ranks by a collective of its own: a vote before it tries again. The ot
 and its next verb of zeroshard's, which would tell them, comes after the vote. So a rank whose wait does not end looks
 at some of the ranks that it waits for, by the watch (`watch.py`). Each of these answers with a fact about itself:
 
-    open       an exception has ended a transaction or a verb: the rank launches nothing before all have levelled that
+    open       an exception has ended a transaction or a verb: the rank launches nothing of that model before all have
+               levelled it
     stands in  its program waits for the asking rank in a collective of its own: a vote, or a broadcast from that rank
-    forward    its last forward raised, and was ended on all ranks together: no backward can follow that one
+    forward    that model's last forward raised, and was ended on all ranks together: no backward can follow that one
 
 A rank stops waiting only if the other one has not launched the collective that it waits for (`keeps`). So nothing
 stops where all ranks raise the same exception at the same place: the first to raise has launched each collective that

@@ -162,7 +162,7 @@ def _ignore(number: int) -> None:
     pass
 
 
-def _left_nothing(rank: int, launched: Mapping[str, int]) -> Departed:
+def _left_nothing(rank: int, engine: int, launched: Mapping[str, int]) -> Departed:
     return Departed()
 
 
@@ -470,7 +470,7 @@ class Groups:
         left = weakref.WeakMethod(self._left)
         self.watch.alarmed = lambda: (abort() or _nothing)()
         self.watch.summoned = lambda number: (summon() or _ignore)(number)
-        self.watch.looked_at = lambda rank, launched: (left() or _left_nothing)(rank, launched)
+        self.watch.looked_at = lambda *asked: (left() or _left_nothing)(*asked)
 
     def _prepare(self) -> int | None:
         """Take what connecting needs, and return the bytes of the device that are left for it to take."""
@@ -600,12 +600,18 @@ class Groups:
         speaker = None if self.speaker is None else self.speaker()
         return _nothing() if speaker is None else speaker.about()
 
-    def _left(self, rank: int, launched: Mapping[str, int]) -> Departed:
-        """Return what this rank has left. rank: the one that asks, by its number in the program. launched: how many
-        collectives that rank has launched in each group. Called on the watch's thread."""
+    def _left(self, rank: int, engine: int, launched: Mapping[str, int]) -> Departed:
+        """Return what this rank has left. rank: the one that asks, by its number in the program. engine: the number of
+        the one that waits there. launched: how many collectives that rank has launched in each group. Called on the
+        watch's thread.
+
+        What this rank has left of another model keeps it from nothing of this one: only that model's next verb levels
+        it. A verb that was left is different, because the next verb of any model levels that.
+        """
         models = [each for each in (reference() for reference in self.engines.valuerefs()) if each is not None]
-        found = next((words for words in (each.left_open() for each in models) if words), "")
-        forward = next((each.progress.left for each in models if each.progress.left), "")
+        found = next((words for words in (each.left_open(engine) for each in models) if words), "")
+        own = self.engines.get(engine)
+        forward = "" if own is None else own.progress.left
         # Read the counts last: if something was left above and is not levelled, nothing was launched since.
         return Departed(
             found, stands_in(self._thread, rank, launched), forward, [stream.count for stream in self.levelling]

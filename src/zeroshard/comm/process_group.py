@@ -125,12 +125,13 @@ class ProcessGroup(Group):
     def missed(self) -> bool:
         return self.rank in self._link.left_by_others
 
-    def left_open(self) -> str:
-        """Return what an exception has ended here, in words, if all ranks level it at this rank's next verb."""
-        party = self.party
-        if found := "" if party is None else party.left():
+    def left_open(self, engine: int) -> str:
+        """Return what an exception has ended here, in words, if all ranks level it before this rank launches anything
+        of an engine."""
+        own, party = engine == self._link.engine, self.party
+        if own and party is not None and (found := party.left()):
             return found
-        ended = self.left or self._link.interrupted
+        ended = (own and self.left) or self._link.interrupted
         return f"an exception ended what came after {self.progress.met or 'shard(...)'}" if ended else ""
 
     @property

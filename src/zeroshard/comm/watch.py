@@ -81,8 +81,8 @@ class Watch:
         self.summoned: Callable[[int], object] = lambda number: None  # called for each call to a levelling, there too
         # By levelling, the ranks that others have stopped waiting for, and why: all ranks come to that levelling.
         self.left: dict[int, dict[int, str]] = {}
-        # Called on that thread too, when a rank looks at this one, with that rank's number and launches in each group.
-        self.looked_at: Callable[[int, Mapping[str, int]], Departed] = lambda rank, launched: Departed()
+        # Called on that thread too, when a rank looks at this one: see `look` for what it is called with.
+        self.looked_at: Callable[[int, int, Mapping[str, int]], Departed] = lambda rank, engine, launched: Departed()
         self.ended: frozenset[int] = frozenset()  # ranks whose programs came to their ends
         self.unheard: dict[int, int] = {}  # by rank, how many questions in a row it has not answered: see `lost_ranks`
         self._about = about
@@ -103,12 +103,13 @@ class Watch:
         """Say to every peer which ranks will not come any more, and why."""
         self._send({"alarm": culprits})
 
-    def look(self, ranks: Iterable[int], own: int, launched: Mapping[str, int]) -> dict[int, Answer]:
+    def look(self, ranks: Iterable[int], own: int, engine: int, launched: Mapping[str, int]) -> dict[int, Answer]:
         """Ask ranks what they have left, and return the answers by rank.
 
-        own: this rank's number in the program. launched: its collectives so far, by the program's groups.
+        own: this rank's number in the program. engine: the number of the one that waits. launched: this rank's
+        collectives so far, by the program's groups.
         """
-        message = {"looks": own, "launched": {**launched}}
+        message = {"looks": own, "engine": engine, "launched": {**launched}}
         return self._named(_ask({rank: self.peers[rank] for rank in ranks}, message))
 
     def say_left(self, number: int, left: dict[int, str]) -> None:
@@ -203,7 +204,7 @@ class Watch:
         told = self._about() | {"posted": self.posted.get((number, str(message.get("what", ""))), "")}
         if "looks" in message:
             launched = {str(name): int(number) for name, number in message.get("launched", {}).items()}
-            told |= {"left": self.looked_at(int(message["looks"]), launched)}
+            told |= {"left": self.looked_at(int(message["looks"]), int(message["engine"]), launched)}
         return told
 
 
